@@ -45,16 +45,18 @@ class Push:
 
     def __init__(self, way: str, dtype: torch.dtype) -> None:
         from odc.fsdp import root_of
-        from odc.protocol import Gradient
+        from odc.protocol import Gradient, HostRoute
 
         root = root_of(held.modules[way])
         self.member, self.layout, self.unit = root.member, root.layout, root.layout.units[0]
+        assert isinstance(root.member.pusher.route, HostRoute)
+        self._route = root.member.pusher.route
         self.gradients = [
             Gradient(i, torch.ones(2 * spec.numel, dtype=dtype)) for i, spec in enumerate(self.unit.params)
         ]
 
     def __call__(self) -> None:
-        self.member.pusher.push_to(OWNER, self.unit, self.gradients)
+        self._route.push_to(OWNER, self.unit, self.gradients)
         ring = self.member.protocol.ring(OWNER, 0)
         while ring.added() != ring.posted():
             time.sleep(0)

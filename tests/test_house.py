@@ -111,6 +111,84 @@ def test_no_two_files_import_each_other() -> None:
         pytest.fail("imports go round: " + " -> ".join(error.args[1]))
 
 
+#: The rooms of the communication, which are cut by what they know.
+CORE = ("movers", "net", "protocol", "hosts", "runtime")
+
+
+def test_few_arrows_run_between_the_rooms_of_the_communication() -> None:
+    core = [(part(name), part(other)) for name in FILES for other in imports(name)]
+    arrows = {(room, other) for room, other in core if room != other and {room, other} <= {*CORE}}
+    assert len(arrows) <= 8, sorted(arrows)
+
+
+@pytest.mark.parametrize("room", CORE)
+def test_a_room_has_seven_floors_at_most(room: str) -> None:
+    """A floor is one more file in the longest chain of imports between files of the room."""
+    graph = {name: imports(name) & FILES.keys() - {name} for name in FILES if part(name) == room}
+    floors: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        floors[name] = 1 + max((floors[other] for other in graph.get(name, ()) if part(other) == room), default=0)
+    assert max(floors.values()) <= 7, sorted((floor, name) for name, floor in floors.items() if part(name) == room)
+
+
+def test_the_protocol_knows_no_socket_and_no_thread() -> None:
+    wrong = []
+    for name in [name for name in FILES if part(name) == "protocol"]:
+        modules = {alias.name for node in ast.walk(TREES[name]) if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in ast.walk(TREES[name]) if isinstance(node, ast.ImportFrom)}
+        known = {module.partition(".")[0] for module in modules} & {"socket", "threading", "selectors"}
+        wrong += [f"{name}: {module}" for module in known | (modules & {"odc.worker"})]
+    assert not wrong
+
+
+def is_callable(annotation: ast.expr | None) -> bool:
+    return annotation is not None and "Callable[" in ast.unparse(annotation).split(" | ")[0]
+
+
+def callable_attributes(owner: ast.ClassDef) -> set[str]:
+    """Attributes that `__init__` declares as functions, or is given as functions."""
+    found: set[str] = set()
+    for method in [one for one in owner.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"]:
+        given = {one.arg for one in [*method.args.args, *method.args.kwonlyargs] if is_callable(one.annotation)}
+        for node in ast.walk(method):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Attribute):
+                found |= {node.target.attr} if is_callable(node.annotation) else set()
+            elif isinstance(node, ast.Assign):
+                pairs = zip(*(getattr(one, "elts", [one]) for one in (node.targets[0], node.value)), strict=False)
+                found |= {
+                    target.attr
+                    for target, value in pairs
+                    if isinstance(target, ast.Attribute) and isinstance(value, ast.Name) and value.id in given
+                }
+    return found
+
+
+def test_nothing_is_wired_from_outside() -> None:
+    """A function that an object calls is given to its `__init__`, where one reads what calls what."""
+    classes = [
+        (name, node)
+        for name in FILES
+        if part(name) in CORE
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.ClassDef)
+    ]
+    functions = set[str]().union(*(callable_attributes(owner) for _, owner in classes))
+    assert len(functions) > 10, "the search finds nothing at all"
+    wrong = []
+    for name in [name for name in FILES if part(name) in CORE]:
+        for method in ast.walk(TREES[name]):
+            if isinstance(method, ast.FunctionDef) and method.name != "__init__":
+                for node in method.body:
+                    targets = [one for line in ast.walk(node) if isinstance(line, ast.Assign) for one in line.targets]
+                    attributes = [one for target in targets for one in ast.walk(target)]
+                    wrong += [
+                        f"{name}:{one.lineno} sets {one.attr}"
+                        for one in attributes
+                        if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and one.attr in functions
+                    ]
+    assert not wrong
+
+
 def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of a function; of a function whose parameters are command-line options, the lines that follow them."""
     first = node.body[0].lineno if len(node.args.args) > 10 else node.lineno

@@ -201,9 +201,10 @@ def lb_dynamic(
     """One list of many small microbatches, costliest first, from which whichever rank is free takes the next.
 
     Short samples share a microbatch until it holds a rank's share of the tokens divided by `per_rank`; longer ones
-    stand alone, and none is empty. The ranks find out who computes what while the minibatch runs (`odc.runtime.queue`);
-    the plan returned here is list scheduling by the cost model, at most 4/3 - 1/(3 ranks) of the best plan of these
-    microbatches (Graham 1969). `queue_of` gives the list. Arguments and errors as `lb_mini`, and:
+    stand alone, and none is empty. The ranks find out who computes what while the minibatch runs
+    (`odc.protocol.queue`); the plan returned here is list scheduling by the cost model, at most 4/3 - 1/(3 ranks) of
+    the best plan of these microbatches (Graham 1969). `queue_of` gives the list. Arguments and errors as `lb_mini`,
+    and:
 
     Args:
         per_rank: microbatches that an average rank computes, at least 1; fewer where samples are few or the longest

@@ -58,9 +58,9 @@ class Members:
             heap = OneProcessHeap(host, device, lanes, bases)
             grid = RankGrid(tuple(range(owners)), owners, me)
             self.layouts.append(HeapLayout(heap, grid, [self.unit], settings, "alone"))
-        for layout in self.layouts:
-            layout.attach_all()
         self.endpoints = [Endpoint(layout, lambda member: None) for layout in self.layouts]
+        for endpoint in self.endpoints:
+            endpoint.protocol.attach_all()
         self.services = [Service("alone", layout) for layout in self.layouts]
         shards = [[torch.zeros(numel, device=device) for _ in range(slices)]]
         for endpoint in self.endpoints:

@@ -17,7 +17,8 @@ from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.fetcher import FetchedGroup
 from odc.memory import advise_huge
 from odc.protocol import HeapLayout, UnitSpec
-from odc.runtime import Endpoint, parts
+from odc.protocol.reduction import Reduction
+from odc.runtime import Endpoint
 
 
 class Collector:
@@ -47,10 +48,13 @@ class Collector:
         if abandoned is None and any(used):
             refusals.refuse_half_evaluated(protocol)
             refusals.refuse_uneven_steps(protocol)
-        member.complete(self._used_units(used), gather=abandoned is None)
+        units = self._used_units(used)
+        member.reduction.complete(units)
         if abandoned is None:
+            member.reduction.gather(units)
             self._write_gradients(used)
         else:
+            member.reduction.skip()
             self.dirty = [True] * len(self._groups)  # a push that was cut short has added more than it has counted
         if len(protocol.summed_with()) > 1:
             member.layout.heap.lanes.settle()  # this rank's reads of others' accumulators, and of what came from them
@@ -70,7 +74,7 @@ class Collector:
                 flags = list(used[base : base + len(unit.params)])
                 self.dirty[unit.index] = any(flags)
                 divide = group.gradient_divide_factor or float(len(layout.grid.ranks))
-                write_gradients(layout, unit, group.odc_params, flags, divide)
+                write_gradients(self._member.reduction, unit, group.odc_params, flags, divide)
         finally:
             self.writing = False
 
@@ -83,12 +87,12 @@ def push_counts(layout: HeapLayout) -> torch.Tensor:
     return counts
 
 
-def reduced(layout: HeapLayout, unit: UnitSpec, divide_by: float) -> torch.Tensor:
+def reduced(reduction: Reduction, unit: UnitSpec, divide_by: float) -> torch.Tensor:
     """This rank's shard of the gradient of `unit`, 1-D [unit.numel] in the accumulator's dtype, divided by `divide_by`.
 
-    Sums in the order of `parts`: every rank of a replica group computes the same bits.
+    Sums in the order of its `parts`: every rank of a replica group computes the same bits.
     """
-    first, *others = parts(layout, unit)
+    first, *others = reduction.parts(unit)
     total = torch.empty_like(first, dtype=unit.accumulator_dtype)
     if total.device.type == "cpu":
         advise_huge(total)  # freshly allocated: much of the time would be page faults
@@ -104,7 +108,7 @@ def reduced(layout: HeapLayout, unit: UnitSpec, divide_by: float) -> torch.Tenso
 
 
 def write_gradients(
-    layout: HeapLayout, unit: UnitSpec, params: list[ShardedParam], used: list[bool], divide: float
+    reduction: Reduction, unit: UnitSpec, params: list[ShardedParam], used: list[bool], divide: float
 ) -> None:
     """Add the minibatch's gradients of one unit to `.grad`, divided by `divide`, and run post-accumulate hooks.
 
@@ -113,7 +117,7 @@ def write_gradients(
     wanted = [used_ and param.parameter.requires_grad for used_, param in zip(used, params, strict=True)]
     if not any(wanted):
         return
-    total = reduced(layout, unit, divide)
+    total = reduced(reduction, unit, divide)
     dtypes = {param.gradient_dtype for param, yes in zip(params, wanted, strict=True) if yes}
     by_dtype = {dtype: total.to(dtype) for dtype in dtypes}
     for spec, param, yes in zip(unit.params, params, wanted, strict=True):

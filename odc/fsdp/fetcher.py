@@ -15,7 +15,7 @@ from odc.fsdp import _torch_compat as compat
 from odc.fsdp._torch_param import ShardedParam
 from odc.memory import HostLanes, Lanes, advise_huge
 from odc.protocol import UnitSpec
-from odc.runtime import PublishedShards
+from odc.protocol.fetch import PublishedShards
 from odc.trace import FETCH, recorder
 from odc.worker import Job, Worker
 

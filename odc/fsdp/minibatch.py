@@ -82,7 +82,7 @@ class Minibatch:
 
     def _claimed_last(self) -> bool:
         queue = self._member.queue
-        return queue is not None and self._member.sums is not None and queue.in_last()
+        return queue is not None and self._member.layout.spans_hosts and queue.in_last()
 
     def finalized(self, group: FetchedGroup) -> None:
         """A last backward is over for `group`; the last of all groups ends the minibatch.
@@ -137,7 +137,7 @@ class Minibatch:
         if not partial:
             self._iteration.forget_order()
         self._flush()
-        self._member.layout.attach_all()  # before DONE: a peer may end right after it has seen DONE
+        self._member.protocol.attach_all()  # before DONE: a peer may end right after it has seen DONE
         outcome = Outcome.TRAINED if self.given_up is None else Outcome.ABANDONED
         self._member.done(outcome, self.given_up or "")
         self._set(RootState.FINISHING)

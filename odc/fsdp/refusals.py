@@ -20,7 +20,7 @@ from odc.errors import (
 )
 from odc.movers.choice import device_mover
 from odc.protocol import Gradient, HeapLayout, MemberProtocol, Outcome, RootState, UnitSpec
-from odc.runtime import Queue
+from odc.protocol.queue import Queue
 
 NOT_SHARDED = "is not sharded by odc: call odc.fully_shard on it too, last, after its layers"
 

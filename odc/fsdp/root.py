@@ -96,7 +96,7 @@ class Root:
     def map_peers(self) -> None:
         """On a device reach every peer now: ranks meet in it, and first fetches of two roots may come in any order."""
         if self.layout.heap.lanes.asynchronous:
-            self.layout.attach_all()
+            self.member.protocol.attach_all()
 
     def before_forward(self) -> None:
         """The root's module is about to run: count the microbatch, refuse weights changed since they were published."""

@@ -35,7 +35,15 @@ from odc.net.messages import (
 from odc.protocol.layout import HeapLayout
 from odc.protocol.peers.board import REASON_BYTES
 from odc.protocol.protocol import abort
-from odc.protocol.words import BOARD_WORDS, Outcome, RootState, Word, decode_outcome
+from odc.protocol.words import (
+    ARENA_TABLE,
+    ARENA_TAKEN,
+    BOARD_WORDS,
+    Outcome,
+    RootState,
+    Word,
+    decode_outcome,
+)
 from odc.settings import LOST_AFTER_S
 
 _SEEN_BY_ALL = frozenset(
@@ -56,16 +64,16 @@ _SEEN_BY_ALL = frozenset(
 _FOR_STATUS = (Word.STATE, Word.MICROBATCH, Word.FETCHED, Word.PUSHED)
 _NOW_AND_THEN = (*_FOR_STATUS, Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
 _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
+_ARENA: dict[str, type[EntryWords | TakenWords]] = {ARENA_TABLE: EntryWords, ARENA_TAKEN: TakenWords}
 _COUNTS = 1 << 10  # of a message
 _DEAD = (ConnectionResetError, BrokenPipeError)
 
-
-def _nothing(*unused: object) -> None:
-    return
+#: Called with a member, an epoch, and by unit how often its host's ranks have pushed what may be read of its sums.
+Summed = Callable[[int, int, dict[int, int]], None]
 
 
 class Links:
-    """All links of one root, over hosts.
+    """All links of one root, over hosts: its `odc.protocol.sink.WordSink`.
 
     `report` is that of the table of lost ranks. All methods may be called from any thread.
     """
@@ -78,16 +86,8 @@ class Links:
         self._changing = threading.RLock()
         self._closed = False
         self._refreshed = 0.0
-        self._sizes: dict[str, int] = {}  # words of the regions that an arena mirrors
-        self._stored: Callable[[], Collection[Message]] = tuple  # all words of the arena
-        layout.pushed_board.stored, layout.pushed_board.refresh = self.stored, self.refresh
-        self.summed: Callable[[int, int, dict[int, int]], None] = _nothing  # called with SUMMED of a member, by epoch
-
-    def mirror(self, sizes: dict[str, int], stored: Callable[[], Collection[Message]]) -> None:
-        """Carry an arena's words too, so many of each region; `stored` are all that this rank has stored. Before any
-        link is made, so before the member is announced.
-        """
-        self._sizes, self._stored = sizes, stored
+        sizes = layout.heap.bytes_by_name()
+        self._words = {region: sizes.get(region, 0) // 8 for region in _ARENA}  # how many, where there is an arena
 
     # to the other hosts ------------------------------------------------------------------------------------------
 
@@ -106,12 +106,16 @@ class Links:
                 link.close()
                 return None
             self._links[partner] = link
-            self._send(link, *self._stored(), *self._first_messages())
+            self._send(link, *self._first_messages())
         return link
 
     def _first_messages(self) -> list[Message]:
-        board, mine = self._layout.pushed_board, self._layout.mine
-        messages: list[Message] = [GivenReason(mine.reason)]
+        heap, mine, board = self._layout.heap, self._layout.mine, self._layout.mine.board
+        messages: list[Message] = []
+        for region, count in self._words.items():
+            if count:
+                messages.append(_ARENA[region](0, tuple(map(heap.words(mine.member, region).load, range(count)))))
+        messages.append(GivenReason(mine.reason))
         epoch = board.load(Word.PUBLISHED)
         for one in (max(0, epoch - 1), epoch):
             messages.append(GivenUp(one, mine.abandonment(one)))
@@ -133,7 +137,7 @@ class Links:
         if index in (Word.ABORT, Word.LEFT):
             messages.insert(0, GivenReason(mine.reason))
         elif index in (Word.OUTCOME_EVEN, Word.OUTCOME_ODD):
-            epoch = self._layout.pushed_board.load(Word.PUBLISHED)
+            epoch = self._layout.mine.board.load(Word.PUBLISHED)
             if decode_outcome(value, epoch) is Outcome.ABANDONED:
                 messages.insert(0, GivenUp(epoch, mine.abandonment(epoch)))
         return messages
@@ -145,7 +149,7 @@ class Links:
 
     def _refresh(self) -> None:
         self._refreshed = time.monotonic()
-        board = self._layout.pushed_board
+        board = self._layout.mine.board
         messages = [StoredWord(word, board.load(word)) for word in _NOW_AND_THEN]
         with self._changing:
             for link in self._links.values():
@@ -162,21 +166,22 @@ class Links:
 
     def _await_room(self, link: HostLink, nbytes: int) -> None:
         timeout_s, backoff = self._layout.settings.timeout_s, Backoff(LINK_FIRST_PAUSE_S, LINK_LONGEST_PAUSE_S)
-        deadline, board = Deadline(timeout_s), self._layout.pushed_board
+        deadline, board = Deadline(timeout_s), self._layout.mine.board
         while not link.room(nbytes) and not board.load(Word.ABORT):
             if deadline.passed():
                 self._end(link, TimeoutError(f"for {timeout_s:g} s it has not read what this host says"))
                 return
             backoff.sleep()
 
-    def send_to_host(self, host: int, message: Message) -> None:
-        """Send to one host; one that is not linked yet learns of it when it is, by `stored`."""
+    def send_words(self, host: int, region: str, first: int, values: Sequence[int]) -> None:
+        """A host that is not linked yet receives them once it is."""
         with self._changing:
             link = self._links.get(self._grid.partner(host))
             if link is not None:
-                self._send(link, message)
+                self._send(link, _ARENA[region](first, tuple(values)))
 
     def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
+        """SUMMED: by unit, how often the host's ranks have pushed what its sums hold that the partners may read."""
         self._send_all(ReadableSums(epoch, tuple(itertools.chain.from_iterable(counts.items()))))
 
     def _send_all(self, *messages: Message) -> None:
@@ -185,6 +190,8 @@ class Links:
                 self._send(link, *messages)
 
     def _send(self, link: HostLink, *messages: Message) -> None:
+        if self._closed:  # this rank's mirrors elsewhere are final
+            return
         try:
             link.send(*messages)
         except _DEAD:
@@ -194,15 +201,16 @@ class Links:
 
     # from the other hosts ----------------------------------------------------------------------------------------
 
-    def reader(self, link: HostLink) -> Callable[[], bool]:
-        """A function for the daemon to call when `link` is readable; False once it never will be again."""
+    def reader(self, link: HostLink, summed: Summed | None = None) -> Callable[[], bool]:
+        """A function for the daemon to call when `link` is readable; False once it never will be again. It gives each
+        SUMMED of the link's member to `summed`.
+        """
         limits: dict[type[Message], int] = {
             StoredWord: 0,
             GivenReason: REASON_BYTES,
             GivenUp: REASON_BYTES,
             PushCounts: _COUNTS,
-            EntryWords: self._sizes.get("entries", 0),
-            TakenWords: self._sizes.get("taken", 0),
+            **{_ARENA[region]: count for region, count in self._words.items()},
             ReadableSums: 2 * len(self._layout.units),
         }
         messages, heard = MessageReader(limits), False
@@ -216,7 +224,7 @@ class Links:
                     raise ConnectionResetError("end of the stream")
                 heard = heard or data is not None
                 for message in messages.feed(data or b""):
-                    self._take(link.member, message)
+                    self._take(link.member, message, summed)
             except (OSError, MalformedMessageError) as error:
                 if not heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
                     self.missed(link.member)
@@ -227,7 +235,7 @@ class Links:
 
         return read
 
-    def _take(self, member: int, message: Message) -> None:
+    def _take(self, member: int, message: Message, summed: Summed | None) -> None:
         layout, peer = self._layout, self._layout.remote(member)
         match message:
             case StoredWord(index, value) if 0 <= index < BOARD_WORDS:
@@ -241,12 +249,13 @@ class Links:
                 peer.set_abandonment(epoch, text)
             case PushCounts(first, values) if 0 <= first <= layout.param_base[-1] - len(values):
                 peer.pushes[first : first + len(values)].copy_(torch.tensor(values, dtype=torch.int64))
-            case EntryWords(first, values) if 0 <= first <= self._sizes.get("entries", 0) - len(values):
-                _mirror(peer.mirrored("entries"), first, values)
-            case TakenWords(first, values) if 0 <= first <= self._sizes.get("taken", 0) - len(values):
-                _mirror(peer.mirrored("taken"), first, values)
+            case EntryWords(first, values) if 0 <= first <= self._words[ARENA_TABLE] - len(values):
+                _mirror(peer.mirrored(ARENA_TABLE), first, values)
+            case TakenWords(first, values) if 0 <= first <= self._words[ARENA_TAKEN] - len(values):
+                _mirror(peer.mirrored(ARENA_TAKEN), first, values)
             case ReadableSums(epoch, values) if len(values) % 2 == 0 and {*values[::2]} <= {*range(len(layout.units))}:
-                self.summed(member, epoch, dict(zip(values[::2], values[1::2], strict=True)))
+                if summed is not None:
+                    summed(member, epoch, dict(zip(values[::2], values[1::2], strict=True)))
             case _:
                 raise MalformedMessageError(f"{type(message).__name__} beyond what there is")
 
@@ -269,7 +278,7 @@ class Links:
         with self._changing:
             if self._closed or link.member in self._lost or self._links.get(link.member) is not link:
                 return
-            if peer.board.load(Word.LEFT) or self._layout.pushed_board.load(Word.ABORT):
+            if peer.board.load(Word.LEFT) or self._layout.mine.board.load(Word.ABORT):
                 return
             self._lost.add(link.member)
         reason, detail, culprit = f"rank {peer.rank} died", f": its link to rank {grid.rank} has ended", peer.rank
@@ -325,9 +334,6 @@ class Links:
                 return
             self._closed = True
             self._mark_final()
-            board = self._layout.pushed_board
-            board.stored, board.refresh = _nothing, _nothing  # they held this object, and it the heap
-            self.summed = _nothing
             for link in self._links.values():
                 link.hang_up()
 

@@ -1,11 +1,17 @@
-"""The node sums: what the ranks of a host have pushed for an owner on another host crosses the network once, added up.
+"""The node sums: what the ranks of a node have pushed for an owner on another node leaves it once, added up.
 
-    every rank adds (under the lock) to the sum in its column's heap; after its last push of a unit: LAST
+    every rank adds (under the lock) to the sum in its column's heap          wait: all DONE | COMPLETE
+    the owner: wait: its partners' COMPLETE | read | add, in the order of the nodes | READ
+
+Where the nodes are hosts, sums leave during the last backward:
+
+    after its last push of a unit: LAST
     the column's daemon: all ranks of the host LAST | round, if sums are rounded | SUMMED, with the count of pushes
     the owner: SUMMED | read on a thread of its own, while backward goes on
     the owner, when all are DONE: whatever was not read, or was pushed to after its SUMMED, is read once it is COMPLETE
 
-So a rank that says LAST too early costs a second read, and nothing else. docs/protocol.md says why.
+So a rank that says LAST too early costs a second read, and nothing else. docs/protocol.md says why, docs/hosts.md what
+it saves.
 """
 
 from __future__ import annotations
@@ -14,21 +20,30 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import torch
 
 from odc.deadlines import WORD_SLEEP_S
-from odc.hosts.node import RemoteHeaps, runs
+from odc.protocol.heap_reader import HeapReader
 from odc.protocol.protocol import MemberProtocol
+from odc.protocol.reduction import Reduction
+from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
-from odc.worker import Job
+from odc.worker import Job, Worker
+
+Send = Callable[[int, dict[int, int]], None]
 
 
 class HostSums:
-    """The sums in this rank's heap, which its partners read: says when they may. Where shards span hosts."""
+    """The sums in this rank's heap, which its partners read: announces when they may. Where shards span hosts.
 
-    def __init__(self, protocol: MemberProtocol) -> None:
+    `send(epoch, counts)` sends SUMMED to the partners: by unit, how often the ranks of this host have pushed it.
+    """
+
+    def __init__(self, protocol: MemberProtocol, send: Send | None) -> None:
+        self._send = send
         self._protocol, self._layout = protocol, protocol.layout
         self._summed = np.array([unit.numel > 0 for unit in self._layout.units], bool)
         self._epoch, self._over = 0, 0  # of `_open`; the newest that the rank's main thread has completed
@@ -37,7 +52,7 @@ class HostSums:
         self._rounded: dict[int, tuple[int, int]] = {}  # by unit: epoch, and pushes that were in it
         self._rounding = threading.Lock()
 
-    def look(self) -> None:
+    def announce(self) -> None:
         """Announce to the partners every unit that all ranks of this host have pushed for the last time. On the
         daemon's thread, which does not wait: what it cannot see yet is read when all is complete.
         """
@@ -57,8 +72,8 @@ class HostSums:
             for unit, count in announced.items():
                 self._round(unit, epoch, count)
                 self._open[unit] = False
-        if announced:
-            self._protocol.links.send_summed(epoch, announced)
+        if announced and self._send is not None:
+            self._send(epoch, announced)
 
     def complete(self, used: Sequence[bool]) -> None:
         """Round what was not rounded, or has grown since, of the units that are `used`. Before COMPLETE, when all ranks
@@ -87,20 +102,72 @@ def pushes_of(protocol: MemberProtocol, host: int) -> list[int]:
     return counts
 
 
-class SumsReader:
-    """Reads what other hosts have added up for this rank: on a thread, while backward goes on, and at the end."""
+class NodeSums(Reduction):
+    """Sums of nodes that the owners read when all are complete."""
 
-    def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
-        self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
-        self._partners = {member: number for number, member in enumerate(self._layout.contributors)}
+    def __init__(self, protocol: MemberProtocol, heaps: HeapReader) -> None:
+        super().__init__(protocol)
+        self._heaps, steps_to = heaps, protocol.grid.steps_to
+        found = sorted(enumerate(self._layout.contributors), key=lambda one: steps_to(one[1]))
+        self._partners = {member: number for number, member in found}
+
+    def gather(self, used: Sequence[bool]) -> None:
+        units = list(itertools.compress(itertools.count(), used))
+        self._fill((partner, unit) for partner in self._partners for unit in units)
+
+    def _fill(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Read the sums of these partners and units."""
+        layout = self._layout
+        name = "sums" if layout.rounded is None else "wire"
+        by_partner: dict[int, list[int]] = {}
+        for partner, unit in pairs:
+            by_partner.setdefault(partner, []).append(unit)
+        for partner, units in by_partner.items():
+            into, region = layout.arrived(self._partners[partner]), f"{name}/{self._row_in(partner)}"
+            for first, end in _runs(units):
+                start, stop = layout.wire_at[first], layout.wire_at[end]
+                if stop > start:
+                    self._heaps.read(partner, region, start, into[start:stop], "its host's sums of gradients")
+
+    def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
+        """As in `Reduction`; by node."""
+        nodes, mine = self._layout.grid.nodes, self._layout.mine.accumulator(unit)
+        return [
+            mine if node == nodes.here else self._sum_of(nodes.partner(node), unit) for node in range(nodes.host_count)
+        ]
+
+    def _sum_of(self, partner: int, unit: UnitSpec) -> torch.Tensor:
+        """1-D [unit.numel]: the sum of a partner's node for this rank; of another host's the one that has arrived."""
+        layout = self._layout
+        if not layout.grid.is_remote(partner):
+            return layout.sums_of(partner, self._row_in(partner), unit)
+        start, dtype = layout.wire_at[unit.index], layout.rounded or unit.accumulator_dtype
+        return layout.arrived(self._partners[partner])[start : start + unit.numel * dtype.itemsize].view(dtype)
+
+    def _row_in(self, partner: int) -> int:
+        """This rank's node among those for which the heap of `partner` holds sums."""
+        nodes = self._layout.grid.nodes
+        return nodes.row(nodes.here, seen_from=nodes.host(partner))
+
+
+class EarlySums(NodeSums):
+    """Sums of hosts, each read as it is complete, on a thread while backward goes on, or at the end.
+
+    Attributes:
+        sums: those in this rank's heap.
+    """
+
+    def __init__(self, protocol: MemberProtocol, heaps: HeapReader, worker: Worker, send: Send | None) -> None:
+        super().__init__(protocol, heaps)
+        self._worker, self.sums = worker, HostSums(protocol, send)
         self._changing = threading.Lock()
         self._announced: dict[tuple[int, int], tuple[int, int]] = {}  # by partner and unit: epoch, pushes in it
         self._read: dict[tuple[int, int], tuple[int, int]] = {}  # the same, of what has been read
         self._waiting: list[tuple[int, int]] = []  # partners and units to be read
         self._over, self._closed = 0, False
-        self._newest: Job[None] | None = None  # of this reader, on the heaps' worker
+        self._newest: Job[None] | None = None  # of this reader, on the worker
 
-    def told(self, partner: int, epoch: int, counts: dict[int, int]) -> None:
+    def note_summed(self, partner: int, epoch: int, counts: dict[int, int]) -> None:
         """SUMMED of a partner has come. On the daemon's thread; does not wait.
 
         The partner has published the epoch, so this rank has READ the one before: `arrived` is not read any more.
@@ -112,28 +179,7 @@ class SumsReader:
                 self._announced[partner, unit] = epoch, count
                 self._waiting.append((partner, unit))
             self._newest = Job(self._read_waiting)
-            self._heaps.worker.submit(self._newest)
-
-    def collect(self, used: Sequence[bool]) -> None:
-        """Return when all sums of the units that are `used` have arrived. When all ranks are DONE; main thread."""
-        protocol, epoch = self._protocol, self._protocol.epoch
-        units = [unit.index for unit in self._layout.units if used[unit.index] and unit.numel]
-        wanted: dict[tuple[int, int], tuple[int, int]] = {}
-        for partner in sorted(self._partners, key=protocol.grid.steps_to):
-            counts = pushes_of(protocol, protocol.grid.host(partner))
-            mine = {(partner, unit): (epoch, counts[unit]) for unit in units}
-            protocol.await_sums(partner, functools.partial(_holds, self._announced, mine))
-            wanted |= mine
-        self.drop()
-        self._fill(pair for pair, known in wanted.items() if self._read.get(pair) != known)
-
-    def drop(self) -> None:
-        """Return when no thread reads what was announced in this epoch, and none will. On the main thread."""
-        with self._changing:
-            self._over = self._protocol.epoch
-        if self._newest is not None:
-            pause, partner = functools.partial(self._newest.over, WORD_SLEEP_S), next(iter(self._partners))
-            self._protocol.await_reads(partner, "the sums of gradients", self._newest.over, pause)
+            self._worker.submit(self._newest)
 
     def _read_waiting(self) -> None:
         """On the worker's thread."""
@@ -147,24 +193,45 @@ class SumsReader:
                 self._fill(pairs)
             self._read |= known
 
-    def _fill(self, pairs: Iterable[tuple[int, int]]) -> None:
-        layout, grid = self._layout, self._protocol.grid
-        name = "sums" if layout.rounded is None else "wire"
-        by_partner: dict[int, list[int]] = {}
-        for partner, unit in pairs:
-            by_partner.setdefault(partner, []).append(unit)
-        for partner, units in by_partner.items():
-            region = f"{name}/{grid.row(grid.here, seen_from=grid.host(partner))}"
-            into = layout.arrived(self._partners[partner])
-            for first, end in runs(units):
-                start, stop = layout.wire_at[first], layout.wire_at[end]
-                self._heaps.read(partner, region, start, into[start:stop], "its host's sums of gradients")
+    def complete(self, used: Sequence[bool]) -> None:
+        self.sums.complete(used)
+        self._protocol.complete(wait=False)
+
+    def gather(self, used: Sequence[bool]) -> None:
+        protocol, epoch = self._protocol, self._protocol.epoch
+        units = [unit.index for unit in self._layout.units if used[unit.index] and unit.numel]
+        wanted: dict[tuple[int, int], tuple[int, int]] = {}
+        for partner in self._partners:
+            counts = pushes_of(protocol, protocol.grid.host(partner))
+            mine = {(partner, unit): (epoch, counts[unit]) for unit in units}
+            protocol.await_sums(partner, functools.partial(_holds, self._announced, mine))
+            wanted |= mine
+        self.skip()
+        self._fill(pair for pair, known in wanted.items() if self._read.get(pair) != known)
+
+    def skip(self) -> None:
+        """Return when no thread reads what was announced in this epoch, and none will."""
+        with self._changing:
+            self._over = self._protocol.epoch
+        if self._newest is not None:
+            pause, partner = functools.partial(self._newest.over, WORD_SLEEP_S), next(iter(self._partners))
+            self._protocol.await_reads(partner, "the sums of gradients", self._newest.over, pause)
 
     def close(self) -> None:
-        """End the worker once it has read what it reads. Does not wait."""
         self._closed = True
-        self._heaps.worker.close()
+        self._worker.close()
 
 
 def _holds(announced: dict[tuple[int, int], tuple[int, int]], wanted: dict[tuple[int, int], tuple[int, int]]) -> bool:
     return all(announced.get(pair) == known for pair, known in wanted.items())
+
+
+def _runs(units: Iterable[int]) -> list[tuple[int, int]]:
+    """(first, end) of each run of units that follow each other: one read each."""
+    found: list[tuple[int, int]] = []
+    for unit in sorted(units):
+        if found and found[-1][1] == unit:
+            found[-1] = found[-1][0], unit + 1
+        else:
+            found.append((unit, unit + 1))
+    return found

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import platform
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -23,6 +24,7 @@ _LOW, _ALL_WAITERS = (1 << 32) - 1, (1 << 31) - 1
 _FUTEX = {"x86_64": 202, "aarch64": 98}  # number of the system call
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _POLL_S = 1e-3  # where there is no futex
+_counting = threading.Lock()
 _Limit = ctypes.c_long * 2  # a timespec
 
 
@@ -103,6 +105,11 @@ class Words:
         Raises UnsupportedError where this machine lacks libatomic.
         """
         return self._atomics.add(self._at(i), _fits(delta))
+
+    def count(self, i: int, delta: int) -> None:
+        """Add to word `i`, which only threads of this process store; on every machine."""
+        with _counting:
+            self.store(i, self.load(i) + delta)
 
     def as_tensor(self) -> torch.Tensor:
         """int64 [count] view for bulk reads and writes. These order nothing: load or store a word around them."""

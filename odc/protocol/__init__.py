@@ -6,7 +6,8 @@ from odc.protocol.accumulate import Adder, accumulator_dtype
 from odc.protocol.grid import RankGrid
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import MemberProtocol
-from odc.protocol.push import Gradient, Inbox, Outbox, Pusher, flatten
+from odc.protocol.push import Gradient, HostRoute, Pusher, flatten
+from odc.protocol.ring import Inbox, Outbox
 from odc.protocol.units import Piece, UnitSpec
 from odc.protocol.wait import Waiter
 from odc.protocol.words import Outcome, RootState, Word
@@ -15,6 +16,7 @@ __all__ = [
     "Adder",
     "Gradient",
     "HeapLayout",
+    "HostRoute",
     "Inbox",
     "MemberProtocol",
     "Outbox",

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from odc.memory import Words
-from odc.protocol.layout import HeapLayout
+from odc.protocol.grid import RankGrid
+from odc.protocol.peers.board import PeerBoard
 from odc.protocol.table import RULES, Need, WordRule
 from odc.protocol.words import Word
 
@@ -43,44 +44,40 @@ class CheckedWords(Words):
 
 
 class ProtocolChecks:
-    """The checks of one rank and root. Any thread may store; no check waits, and none attaches to a peer."""
+    """The checks of one rank and root, given its peers by member.
 
-    def __init__(self, layout: HeapLayout) -> None:
-        self._layout, self._grid = layout, layout.grid
-        self._board = layout.mine.board
+    Any thread may store; no check waits, and none attaches to a peer.
+    """
+
+    def __init__(self, grid: RankGrid, peer: Callable[[int], PeerBoard]) -> None:
+        self._grid, self._peer, self._board = grid, peer, peer(grid.me).board
 
     def board(self) -> Words:
         """This rank's board, checked."""
         names = {int(word): word.name for word in Word}
         return CheckedWords(self._board, lambda i, before, value: self.stored(names[i], before, value))
 
-    def lasts(self) -> Words:
+    def lasts(self, words: Words) -> Words:
         """LAST of this rank, checked; counts and epochs take turns."""
 
         def check(i: int, before: int, value: int) -> None:
             if i % 2:
                 self.stored("LAST", before, value)
 
-        return CheckedWords(self._layout.mine.lasts, check)
+        return CheckedWords(words, check)
 
-    def ring(self, owner: int, source: int) -> tuple[Words, Words]:
+    def ring(self, owner: int, source: int, sent: Words, accumulated: Words, slots: int) -> tuple[Words, Words]:
         """SENT and ACCUMULATED in the heap of `owner`, checked where they are of the ring from `source`."""
-        sent, accumulated = self._layout.local(owner).sent, self._layout.local(owner).accumulated
 
         def post(i: int, before: int, value: int) -> None:
-            self._refuse_overrun(value, accumulated.load(source))
+            _refuse_overrun(value, accumulated.load(source), slots)
             self.stored("SENT", before, value, owner)
 
         def give_back(i: int, before: int, value: int) -> None:
-            self._refuse_overrun(sent.load(source), value)
+            _refuse_overrun(sent.load(source), value, slots)
             self.stored("ACCUMULATED", before, value, source)
 
         return CheckedWords(sent, post), CheckedWords(accumulated, give_back)
-
-    def _refuse_overrun(self, sent: int, accumulated: int) -> None:
-        slots = self._layout.ring.slots
-        if not 0 <= sent - accumulated <= slots:
-            raise AssertionError(f"a ring of {slots} slots would hold blocks {accumulated} to {sent}")
 
     def awaited(self, name: str, member: int) -> None:
         """This rank begins to wait for a word of `member`. Some other rank or thread has to be said to store it."""
@@ -108,7 +105,7 @@ class ProtocolChecks:
             return
         bound, word = epoch + need.plus, Word[need.word]
         for member in self._members(need, other):
-            peer = self._layout.peer(member)
+            peer = self._peer(member)
             if member != self._grid.me and not peer.attached:
                 continue
             found = peer.board.load(word)
@@ -136,3 +133,8 @@ class ProtocolChecks:
     def _note(self, event: ProtocolEvent) -> None:
         for listener in listeners:
             listener(event)
+
+
+def _refuse_overrun(sent: int, accumulated: int, slots: int) -> None:
+    if not 0 <= sent - accumulated <= slots:
+        raise AssertionError(f"a ring of {slots} slots would hold blocks {accumulated} to {sent}")

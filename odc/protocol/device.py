@@ -7,7 +7,7 @@ in one launch, add atomically; so do all ranks of a host to its sums for owners 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,8 @@ from odc.movers.choice import device_mover
 from odc.movers.cuda import Values
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import MemberProtocol
-from odc.protocol.push import Gradient, Inbox, Pusher, pieces_for
+from odc.protocol.push import Gradient, HostRoute, PushRoute
+from odc.protocol.ring import Inbox
 from odc.protocol.units import UnitSpec
 from odc.trace import PUSH, recorder
 
@@ -59,13 +60,16 @@ def _runs(unit: UnitSpec, gradients: Sequence[Gradient]) -> list[_Run]:
 _Key = tuple[int, int, int, torch.dtype]  # where blocks are added: unit, first element, end, and their dtype
 
 
-class DevicePusher(Pusher):
-    """A `Pusher` on a device. Returns from a push when the device has done it, as every pusher does."""
+class DeviceRoute(PushRoute):
+    """All owners at once, on a device. Returns from a push when the device has done it, as every route does.
 
-    def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None]) -> None:
-        super().__init__(protocol, notify)
+    `host` goes from owner to owner, where that is all that the mover or the slots allow.
+    """
+
+    def __init__(self, protocol: MemberProtocol, host: HostRoute) -> None:
+        self._protocol, self._layout, self._host = protocol, protocol.layout, host
         self._kept: dict[tuple[int, tuple[int, ...], tuple[torch.dtype, ...]], list[_Run]] = {}
-        nodes = protocol.grid.nodes
+        nodes, self._owners = protocol.grid.nodes, protocol.grid.shard_group_from_next()
         self._others = [owner for owner in self._owners if owner != nodes.me and not nodes.is_remote(owner)]
         self._remote = [owner for owner in self._owners if nodes.is_remote(owner)]
         # This node's sums for an owner on another node lie in its column's heap.
@@ -74,18 +78,21 @@ class DevicePusher(Pusher):
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         mover, accumulate = device_mover(self._layout.mover), self._layout.settings.accumulate
         if accumulate == "direct" and not mover.atomic:
-            return super().push(unit, gradients)
+            return self._host.push(unit, gradients)
         self._protocol.await_published(self._adds_to, "push")
         lanes, sent = self._layout.heap.lanes, 0
         computed = lanes.mark()
         for run in self._runs_of(unit, gradients):
-            values = Values([gradient.values for gradient in gradients[run.start : run.stop]])
+            mine = gradients[run.start : run.stop]
+            values = Values([gradient.values for gradient in mine])
             if accumulate == "direct":
                 sent += self._add_everywhere(unit, run, values, self._owners)
                 continue
-            sent += self._stage_everywhere(unit, gradients, run, values)
-            if self._remote:
-                sent += self._add_for_other_hosts(unit, gradients, run, values)
+            sent += self._stage_everywhere(unit, mine, run, values)
+            if self._remote and mover.atomic:
+                sent += self._add_everywhere(unit, run, values, self._remote)
+            else:  # under their locks, waiting for each
+                sent += sum(self._host.push_to(owner, unit, mine) for owner in self._remote)
             with lanes.lane("server"):
                 lanes.follow(computed)
                 place = self._layout.mine.accumulator(unit)[run.first : run.first + run.numel]
@@ -93,8 +100,11 @@ class DevicePusher(Pusher):
                 added = lanes.mark()
             lanes.follow(added)
         lanes.settle()
-        self._announce()
-        return self._pushed(unit, gradients, sent)
+        self._host.announce()
+        return sent
+
+    def post_all(self) -> None:
+        self._host.post_all()
 
     def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[_Run]:
         """`_runs`, which are the same for most pushes of a unit."""
@@ -115,45 +125,28 @@ class DevicePusher(Pusher):
         device_mover(layout.mover).accumulate_all(values, run.numels, run.offsets, places)
         return sum(owner != grid.me for owner in owners) * run.numel * run.dtype.itemsize
 
-    def _add_for_other_hosts(
-        self, unit: UnitSpec, gradients: Sequence[Gradient], run: _Run, values: Sequence[torch.Tensor]
-    ) -> int:
-        """Add a run to this host's sums; returns the bytes. Without atomic adds under their locks, waiting for each."""
-        if device_mover(self._layout.mover).atomic:
-            return self._add_everywhere(unit, run, values, self._remote)
-        mine = gradients[run.start : run.stop]
-        return sum(self.push_to(owner, unit, mine) for owner in self._remote)
-
     def _stage_everywhere(
         self, unit: UnitSpec, gradients: Sequence[Gradient], run: _Run, values: Sequence[torch.Tensor]
     ) -> int:
-        """Fill a slot of every other owner with a run; returns the bytes. They are not notified yet.
-
-        Waits for free slots, after it has notified the owners of the blocks before.
+        """Fill a slot of every other owner with a run, which is `gradients`; returns the bytes. They are not notified
+        yet. Waits for free slots, after it has notified the owners of the blocks before.
         """
-        grid, others = self._protocol.grid, self._others
+        host, shards, others = self._host, self._protocol.grid.shards, self._others
         nbytes = run.numel * run.dtype.itemsize
         if nbytes > self._layout.ring.slot_bytes:  # in another dtype than the slots were made for
-            mine = gradients[run.start : run.stop]
-            return sum(self._stage(unit, owner, pieces_for(unit, mine, owner % grid.shards)) for owner in others)
-        boxes = [self._outbox(owner) for owner in others]
+            return sum(host.stage(owner, unit, gradients) for owner in others)
+        boxes = [host.box(owner) for owner in others]
         for box in boxes:
             if not box.ready():
                 self._layout.heap.lanes.settle()
-                self._announce()
+                host.announce()
                 self._protocol.await_credit(box.owner, box.credit)
         if boxes:
-            slots = [(box.owner % grid.shards, box.slot()) for box in boxes]
+            slots = [(box.owner % shards, box.slot()) for box in boxes]
             device_mover(self._layout.mover).stage(values, run.numels, run.offsets, slots)
         for box in boxes:
             box.post(unit, run.first, run.numel, run.dtype)
         return len(boxes) * nbytes
-
-    def _announce(self) -> None:
-        """Notify every owner of what was posted to it and has settled."""
-        for box in self._outboxes.values():
-            if box.announce():
-                self._notify(box.owner)
 
 
 class DeviceDrain:

@@ -12,16 +12,14 @@
     sums      last push of a unit: added | LAST        daemon: all ranks of the host LAST | SUMMED, over the links
     collect   before .grad: wait: SUMMED of every unit, or COMPLETE | read what was not read, or has grown since
 
-An arena has a protocol of its own (`odc.runtime.arena_protocol`). docs/protocol.md says why both are right.
+An arena has a protocol of its own (`odc.protocol.arena_protocol`). docs/protocol.md says why both are right.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 
@@ -31,6 +29,7 @@ from odc.memory import Words
 from odc.protocol.check import ProtocolChecks
 from odc.protocol.layout import HeapLayout
 from odc.protocol.ring import RingWords
+from odc.protocol.sink import NoOtherHosts, WordSink
 from odc.protocol.wait import Waiter
 from odc.protocol.words import (
     ClaimWord,
@@ -46,51 +45,34 @@ from odc.protocol.words import (
 HOME = 0  # the member whose CLAIMED counts
 
 
-class OtherHosts(Protocol):
-    """What the protocol needs of the links to other hosts, beside the words that this rank's board pushes there."""
-
-    def up(self, partner: int) -> bool:
-        """Whether everything that this rank says from now on reaches `partner`."""
-
-    def send_counts(self, counts: torch.Tensor) -> None:
-        """Push counts of this rank, int64 [parameters], to all other hosts. Before DONE."""
-
-    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
-        """SUMMED: by unit, how often the host's ranks have pushed what its sums hold that the partners may read."""
-
-
-class NoOtherHosts:
-    """The links of a rank whose peers are all on its host."""
-
-    def up(self, partner: int) -> bool:
-        return True
-
-    def send_counts(self, counts: torch.Tensor) -> None:
-        return
-
-    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
-        return
-
-
 class MemberProtocol:
     """One member's side of the protocol.
 
     `await_published`, `await_credit`, `count` and `abort` may be called from any thread of the rank, everything else
-    from its main thread. Every wait raises PeerLostError and WaitTimeoutError as `Waiter.until` does.
+    from its main thread. Every wait raises PeerLostError and WaitTimeoutError as `Waiter.until` does. Over hosts what
+    is stored also goes into `sink`.
     """
 
-    def __init__(self, layout: HeapLayout) -> None:
+    def __init__(self, layout: HeapLayout, sink: WordSink | None = None) -> None:
         self.layout, self.grid = layout, layout.grid
-        checks = ProtocolChecks(layout) if layout.settings.check_protocol else None
+        self.sink = sink or NoOtherHosts()
+        if self.grid.remote:
+            layout.mine.push_board(self.sink)
+        checks = ProtocolChecks(self.grid, layout.peer) if layout.settings.check_protocol else None
         self.board = checks.board() if checks else layout.mine.board
-        self._lasts = checks.lasts if checks else lambda: layout.mine.lasts
+        self._checks = checks
         note = functools.partial(_note_wait, self.board)
-        self.waiter = Waiter(layout, functools.partial(abort, layout), note, checks)
+        self.waiter = Waiter(layout, functools.partial(abort, layout), note, self.sink.refresh, checks)
         self.epoch = 0  # this rank's newest
         self._known: tuple[int, frozenset[int]] = (0, frozenset())  # (epoch, members that have published it)
-        self._counting = threading.Lock()
         self._stepped = self._stepped_before = False  # since the epoch was published, and between it and the last
-        self.links: OtherHosts = NoOtherHosts()
+
+    def attach_all(self) -> None:
+        """Reach every member, waiting for each to come up; raises as `SymmetricHeap.tensor` does."""
+        for member in self.grid.members:
+            self.layout.peer(member).attach()
+        for member in self.grid.local:
+            self.layout.heap.whole(member)
 
     def touch(self, doing: str) -> None:
         """PROGRESS, for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
@@ -218,7 +200,9 @@ class MemberProtocol:
 
         Returns whether every rank of this host has said so of one of them. On the sender's thread, or after it is idle.
         """
-        lasts, epoch = self._lasts(), self.epoch
+        lasts, epoch = self.layout.mine.lasts, self.epoch
+        if self._checks is not None:
+            lasts = self._checks.lasts(lasts)
         for unit, count in counts.items():
             lasts.store(2 * unit, count)
             lasts.store(2 * unit + 1, epoch)  # release: what was added is visible before it
@@ -266,13 +250,13 @@ class MemberProtocol:
             self.await_published((member,))
             if not self.grid.is_remote(member):
                 self.layout.local(member).pushes(self.grid.me).copy_(counts)
-        self.links.send_counts(counts)
+        self.sink.send_counts(counts)
 
     def await_links(self) -> None:
         """Wait until this rank is linked to every other host, so that they learn of its DONE whenever it ends."""
         for partner in self.grid.partners:
             what = f"rank {self.grid.ranks[partner]} to link its host to this one"
-            self.waiter.until(functools.partial(self.links.up, partner), partner, what)
+            self.waiter.until(functools.partial(self.sink.up, partner), partner, what)
 
     def give_up(self) -> None:
         """GIVING_UP: some rank abandons the current epoch, so this one exchanges nothing more for its results."""
@@ -365,8 +349,7 @@ class MemberProtocol:
 
     def count(self, word: Word, nbytes: int) -> None:
         """FETCHED or PUSHED."""
-        with self._counting:
-            self.board.store(word, self.board.load(word) + nbytes)
+        self.board.count(word, nbytes)
 
     def abort(self, reason: str, culprit: int) -> None:
         abort(self.layout, reason, culprit)

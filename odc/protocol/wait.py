@@ -40,7 +40,7 @@ class Waiter:
     """Waits for words of a root's members, from any thread.
 
     `abort` is given a reason and the culprit's global rank; `note` is given the global rank that is waited for, and
-    None when the wait is over. `checks` learn of every wait.
+    None when the wait is over. `refresh` is called now and then by a thread that waits. `checks` learn of every wait.
     """
 
     def __init__(
@@ -48,11 +48,12 @@ class Waiter:
         layout: HeapLayout,
         abort: Callable[[str, int], None],
         note: Callable[[int | None], None],
+        refresh: Callable[[], None],
         checks: ProtocolChecks | None = None,
     ) -> None:
         self._layout, self._grid, self._abort, self._note = layout, layout.grid, abort, note
         self._board, self._checks = layout.mine.board, checks
-        self._pushed = layout.pushed_board if layout.grid.remote else None
+        self._refresh, self._over_hosts = refresh, bool(layout.grid.remote)
 
     def check(self, doing: str) -> None:
         """Raise `PeerLostError` if a rank aborted the job."""
@@ -105,7 +106,7 @@ class Waiter:
     def until_word(self, words: Words, index: int, least: int, member: int, what: str, *, lane: str = "main") -> None:
         """As `until`, for word `index` of a board to be `least` or more. Over hosts its writer must `wake`."""
         ready = functools.partial(_reached, words, index, least)
-        pause = None if self._pushed is None else functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S)
+        pause = functools.partial(words.wait_at_least, index, least, WORD_SLEEP_S) if self._over_hosts else None
         self.until(ready, member, what, lane=lane, pause=pause, word=Word(index).name)
 
     def _poll(
@@ -113,7 +114,7 @@ class Waiter:
     ) -> None:
         peer = self._layout.peer(member).board
         deadline = Deadline(self._layout.settings.timeout_s, peer.load(Word.PROGRESS))
-        longest = WORD_LONGEST_SLEEP_S if self._pushed is None else WORD_LONGEST_OVER_HOSTS_S
+        longest = WORD_LONGEST_OVER_HOSTS_S if self._over_hosts else WORD_LONGEST_SLEEP_S
         backoff = Backoff(WORD_FIRST_SLEEP_S, longest, yields=0 if pause else _YIELDS)
         sleep = pause or backoff.sleep
         while True:
@@ -124,8 +125,7 @@ class Waiter:
                 self._raise_abort(self._grid.me, f"waiting for {what}")
             if backoff.yielding:
                 continue
-            if self._pushed is not None:
-                self._pushed.refresh()
+            self._refresh()
             if peer.load(Word.ABORT):
                 self._raise_abort(member, f"waiting for {what}")
             # LEFT is written after the member's last other word, so a second look decides.

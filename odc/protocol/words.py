@@ -33,7 +33,7 @@ BOARD_WORDS = 24  # room for a third cache line
 
 
 class ClaimWord(IntEnum):
-    """Index of a word beside the queue of microbatches (see `odc.runtime.queue`)."""
+    """Index of a word beside the queue of microbatches (see `odc.protocol.queue`)."""
 
     CLAIMED = 0  # at home: microbatches claimed in this epoch; every member adds to it, of another host by asking
     MINE = 1  # microbatches that this member has claimed, for `odc status`
@@ -47,6 +47,9 @@ class EntryWord(IntEnum):
     OFFSET = 1  # where in the owner's arena it begins
     NBYTES = 2
     SIGNATURE = 3  # what the owner and its readers must agree on; 0 if nothing
+
+
+ARENA_TABLE, ARENA_TAKEN = "arena/table", "arena/taken"  # regions of words that other hosts keep mirrors of
 
 
 class RootState(IntEnum):

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from odc.runtime.arena import Arena, abort_arenas, leave_arenas
-from odc.runtime.arena_protocol import AbsentMember
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_releases, daemon, report_to_hosts, stop_daemon
-from odc.runtime.fetch import PublishedShards
 from odc.runtime.linking import locate
 from odc.runtime.member import Endpoint, Member
-from odc.runtime.queue import Claimed, Queue
 from odc.runtime.reading import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
-from odc.runtime.replicas import parts
 from odc.runtime.service import Service, reading_token
 
 __all__ = [
-    "AbsentMember",
     "Arena",
-    "Claimed",
     "Daemon",
     "Endpoint",
     "MappedMember",
     "Member",
-    "PublishedShards",
-    "Queue",
     "ReadOnlyMember",
     "RemoteMember",
     "Rendezvous",
@@ -34,7 +26,6 @@ __all__ = [
     "daemon",
     "leave_arenas",
     "locate",
-    "parts",
     "reading_token",
     "report_to_hosts",
     "stop_daemon",

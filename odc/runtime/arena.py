@@ -2,7 +2,7 @@
 
 Its size is fixed when it is made, so an overflow raises an error that names the size needed. In a small arena fast
 ranks wait for slow ones. A member with nothing to read neither waits nor is waited for. The words by which an owner and
-its readers agree are `odc.runtime.arena_protocol.ArenaWords`.
+its readers agree are `odc.protocol.arena_protocol.ArenaWords`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap, round_up
 from odc.net.store import JobStore, KeyValueStore, announce_process
+from odc.protocol.arena_protocol import AbsentMember, ArenaWords
 from odc.protocol.grid import RankGrid
 from odc.protocol.words import Word
-from odc.runtime.arena_protocol import AbsentMember, ArenaWords
 from odc.runtime.connect import Rendezvous
 from odc.runtime.linking import locate
 from odc.runtime.member import Member
@@ -74,6 +74,9 @@ class Arena:
     equally many share; construction waits until every rank has called `fully_shard` or made such an arena, and raises
     as `locate` does. Of `hosts` address, ports, secret_file, engine and lost_after_s count, where this process
     has no listener yet.
+
+    Of members for which `absent` holds none is waited for: they neither put nor read any more, and `get` raises
+    AbsentMember. It has no side effect, is asked on the waiting thread, and does not hold this object.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Arena:
         timeout_s: float,
         name: str,
         hosts: Settings | None = None,
+        absent: Callable[[int], bool] = lambda member: False,
     ) -> None:
         announce_process(job := JobStore(store, timeout_s, rank), rank)
         grid = RankGrid(tuple(ranks), len(ranks), list(ranks).index(rank))
@@ -112,17 +116,16 @@ class Arena:
             lost_after_s=network.lost_after_s,
             check_protocol=False,  # the table's rules are those of minibatches; an arena has steps
         )
-        member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap)
-        self._rendezvous = member.rendezvous
-        self._heap, self._protocol, self._remote = member.layout.heap, member.protocol, member.heaps
-        self._words = ArenaWords(member.protocol, len(channels), member.links)
         self._reached = threading.local()  # by the thread that waits, as several may
-        self._rendezvous.check = functools.partial(_refuse_absent, self._rendezvous.check, self._reached, self._words)
+        check = functools.partial(_refuse_absent, self._reached, absent)
+        member = Member(store, identity, grid, (), settings, "|".join(["arena-1", *channels]), open_heap, check)
+        self._heap, self._protocol, self._remote = member.layout.heap, member.protocol, member.heaps
+        self._words = ArenaWords(member.protocol, absent)
         self._lock = threading.Lock()
         self._slots: dict[int, _Slot] = {}
-        member.unread_by(functools.partial(_unread_by, self._slots, self._words))
         self._member = member  # which must not hold this object
-        self._end = weakref.finalize(self, member.shut_down)
+        self._unread_readers = functools.partial(_unread_by, self._slots, self._words)
+        self._end = weakref.finalize(self, member.shut_down, unread=self._unread_readers)
         member.announce(f"arena_bytes={self.nbytes}, channels={list(channels)}")
         _arenas.add(self)
 
@@ -183,7 +186,7 @@ class Arena:
     def get(self, channel: str, step: int, owner: int) -> ArenaEntry:
         """What `owner` has put for this step; waits for it. Copy it, then call `done`.
 
-        Raises WaitTimeoutError or PeerLostError, naming the owner, if it did not put it; see `absent_if` too.
+        Raises WaitTimeoutError or PeerLostError, naming the owner, if it did not put it; AbsentMember if it is absent.
         """
         number = self._number(channel)
         self.touch(f"reading {channel} of step {step}")
@@ -216,13 +219,6 @@ class Arena:
             self._protocol.layout.peer(owner).attach()
         finally:
             self._reached.owner = None
-
-    def absent_if(self, absent: Callable[[int], bool]) -> None:
-        """Wait no more for members of which `absent` holds: they neither put nor read. `get` raises AbsentMember then.
-
-        `absent` has no side effect; it is asked on the waiting thread.
-        """
-        self._words.absent = absent
 
     def forget(self) -> None:
         """What this rank has put need not be read any more; the caller knows that no rank does."""
@@ -264,14 +260,14 @@ class Arena:
         except PeerLostError:  # no rank will read it any more
             pass
         finally:
-            wait = _leave(self._member, needed)
+            wait = _leave(self._member, self._unread_readers, needed)
             if wait is not None and sys.exception() is None:  # a rank that ends with an error does not wait
                 wait()
 
     def leave(self) -> None:
         """Shut down without waiting for readers of published entries; the daemon's release queue does. Idempotent."""
         if self._end.detach() is not None:
-            _leave(self._member)
+            _leave(self._member, self._unread_readers)
 
     def _number(self, channel: str) -> int:
         if channel not in self.channels:
@@ -282,11 +278,10 @@ class Arena:
         return f"rank {self.grid.rank} (step {self._protocol.board.load(Word.PUBLISHED)})"
 
 
-def _refuse_absent(check: Callable[[str], None], reached: threading.local, words: ArenaWords, doing: str) -> None:
-    """What ends the wait of a thread that attaches to a member: AbsentMember if it is, beside what `check` raises."""
-    check(doing)
+def _refuse_absent(reached: threading.local, absent: Callable[[int], bool]) -> None:
+    """End the wait of a thread that attaches to a member, if that is absent."""
     owner = getattr(reached, "owner", None)
-    if owner is not None and words.absent(owner):
+    if owner is not None and absent(owner):
         raise AbsentMember
 
 
@@ -296,13 +291,13 @@ def _unread_by(slots: dict[int, _Slot], words: ArenaWords) -> list[int]:
     return sorted({entry[2] for entry in entries if words.awaits(*entry)})
 
 
-def _leave(member: Member, needed: bool = True) -> Callable[[], None] | None:
+def _leave(member: Member, unread: Callable[[], list[int]], needed: bool = True) -> Callable[[], None] | None:
     """Shut an arena down. The error of a peer that waits for it in vain quotes the error that is being handled or
     has ended the program, and names the same culprit.
     """
     error = sys.exception() or getattr(sys, "last_value", None)
     note = "" if error is None else f"{type(error).__name__}: {error}"
-    return member.shut_down(note, needed, error.culprit if isinstance(error, OdcError) else None)
+    return member.shut_down(note, needed, error.culprit if isinstance(error, OdcError) else None, unread)
 
 
 def abort_arenas(reason: str, culprit: int) -> None:

@@ -20,6 +20,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from odc.deadlines import (
@@ -96,21 +97,31 @@ def ask_member(
             raise PeerLostError(said, culprit=rank) from error
 
 
+@dataclass(frozen=True)
+class RootEvents:
+    """What a rendezvous asks of its root and reports to it, on any thread.
+
+    `check(doing)` raises if the job was aborted; `attached(member, pid)` comes once for each member, after its heap's
+    descriptor; `failed(reason, culprit)` aborts the peers attached so far.
+    """
+
+    check: Callable[[str], None] = _nothing
+    attached: Callable[[int, int], None] = _nothing
+    failed: Callable[[str, int], None] = _nothing
+
+
 class Rendezvous:
     """Attaches one root to its peers. `connect` may be called from any thread.
 
     `identity` is of the root's heap, the same on every rank. A peer may take `timeout_s` to come up, and the store to
     answer (5 s at least).
-
-    Attributes:
-        check: raises if the job was aborted in the meantime, given what this rank was doing.
-        on_attach: called with a member and its process id once the member is attached.
-        on_failure: called with a reason and a culprit; aborts the peers attached so far.
     """
 
-    def __init__(self, store: Any, identity: str, grid: RankGrid, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, identity: str, grid: RankGrid, timeout_s: float, events: RootEvents | None = None
+    ) -> None:
         self._identity, self.grid, self.timeout_s = identity, grid, timeout_s
-        self.check: Callable[[str], None] = _nothing
+        self._events = events or RootEvents()
         # Weak, or the store's watch would keep this object, and it the heap, alive in a cycle.
         me = weakref.ref(self)
         self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), grid.rank, watch=lambda: _look(me))
@@ -118,11 +129,13 @@ class Rendezvous:
         self.doorbells: dict[int, int] = {}  # member -> eventfd of its daemon
         self._notifying = threading.Lock()  # a doorbell is not closed while it is written to
         self._attached: set[int] = set()
-        self.on_attach: Callable[[int, int], None] = _nothing
-        self.on_failure: Callable[[str, int], None] = _nothing
         self._own: dict[str, Any] = {}
         self._lines: list[list[str]] = []
         self._calls: frozenset[int] = frozenset()
+
+    def check(self, doing: str) -> None:
+        """Raise if the job was aborted in the meantime, or this root has left it."""
+        self._events.check(doing)
 
     def announce(
         self,
@@ -182,7 +195,7 @@ class Rendezvous:
         except OdcError as error:
             reported = self._reported(member) if isinstance(error, PeerLostError) else None
             failure = reported or error
-            self.on_failure(str(failure), culprit_of(failure, self.grid.rank))
+            self._events.failed(str(failure), culprit_of(failure, self.grid.rank))
             if reported is not None:
                 raise reported from error
             raise
@@ -242,7 +255,7 @@ class Rendezvous:
                 os.close(fd)
             raise PeerLostError(f"rank {me}, attaching to rank {rank}: {answer.reply['error']}", culprit=rank)
         descriptor, self.doorbells[member] = answer.fds
-        self.on_attach(member, answer.pid)
+        self._events.attached(member, answer.pid)
         return Attachment(fd=descriptor, nbytes=int(answer.reply["nbytes"]), digest=str(answer.reply["digest"]))
 
     def _await_key(self, key: str, member: int, what: str, late: str) -> bytes:
@@ -280,7 +293,7 @@ class Rendezvous:
             for member in self.grid.local:
                 self._await_key(self._key(member) + "/met", member, "map device memory", late)
         except OdcError as error:
-            self.on_failure(str(error), culprit_of(error, self.grid.rank))
+            self._events.failed(str(error), culprit_of(error, self.grid.rank))
             raise
 
     def _difference(self, said: dict[str, Any], rank: int, identity: str) -> str:
@@ -358,5 +371,4 @@ class Rendezvous:
             for fd in self.doorbells.values():
                 os.close(fd)
             self.doorbells.clear()
-        self.on_attach, self.on_failure = _nothing, _nothing
-        self.check = _left
+        self._events = RootEvents(check=_left)

@@ -18,7 +18,6 @@ from odc.hosts.links import Links
 from odc.memory import ShmHeap
 from odc.net.handshake import export_purpose
 from odc.net.host_link import HostLink
-from odc.net.liveness import Loss
 from odc.net.network import HostNetwork
 from odc.net.store import JobStore, await_host, host_identity, refuse_failure
 from odc.protocol.grid import RankGrid
@@ -71,8 +70,7 @@ def _await_host(store: JobStore, rank: int, me: int) -> str:
 class HostConnections:
     """The members of one root on other hosts, from this rank's side.
 
-    `report` is that of the table of lost ranks; `attend(link, read)` lets the daemon call `read` when the link is
-    readable.
+    `attend(link)` lets the daemon read the link.
     """
 
     def __init__(
@@ -80,13 +78,11 @@ class HostConnections:
         identity: str,
         layout: HeapLayout,
         network: HostNetwork,
-        report: Callable[[Loss], None],
-        attend: Callable[[HostLink, Callable[[], bool]], None],
+        links: Links,
+        attend: Callable[[HostLink], None],
     ) -> None:
         self._layout, self._grid = layout, layout.grid
-        self._network, self._attend = network, attend
-        self.links = Links(layout, report, network.lost_after_s)
-        self.unread: Callable[[], list[int]] = list  # members that have still to read what this rank shows in an arena
+        self._network, self.links, self._attend = network, links, attend
         self._purpose = f"link {identity}"
         self._closed = False
         network.expect(self._purpose, self._accepted)
@@ -124,15 +120,15 @@ class HostConnections:
     def _link(self, partner: int, connection: socket.socket) -> None:
         link = self.links.add(partner, connection)
         if link is not None:
-            self._attend(link, self.links.reader(link))
+            self._attend(link)
 
-    def needed_by(self) -> list[int]:
-        """Members that may still read this rank's memory from another host, need its links, or have not heard all that
-        it has sent. Does not wait.
+    def needed_by(self, unread: Callable[[], list[int]] = list) -> list[int]:
+        """Members that may still read this rank's memory from another host, need its links, or have not acknowledged
+        all that it has sent. Does not wait. `unread()` are members that have to read what this rank shows in an arena.
         """
         if not self._layout.units:
-            return self._needed_by_arena() or self.links.unacknowledged()
-        board, grid, found = self._layout.pushed_board, self._grid, self.links.unacknowledged()
+            return unread() + self._needed_by_arena() or self.links.unacknowledged()
+        board, grid, found = self._layout.mine.board, self._grid, self.links.unacknowledged()
         for member in grid.remote:
             peer = self._layout.remote(member)
             if not peer.attached or peer.board.load(Word.LEFT) or peer.board.load(Word.ABORT):
@@ -145,17 +141,13 @@ class HostConnections:
         return found
 
     def _needed_by_arena(self) -> list[int]:
-        """Other hosts must have read its entries and heard that it shuts down, and ranks of this host look into the
+        """Other hosts must have heard that it shuts down, and ranks of this host look into the
         mirrors that its daemon writes until they shut down too.
         """
         there = [one for one in self._grid.partners if not self._layout.remote(one).board.load(Word.LEFT)]
         here = [self._layout.local(member) for member in self._grid.local if member != self._grid.me]
         unacknowledged = [partner for partner in there if not self.links.up(partner)]
-        return (
-            self.unread()
-            + unacknowledged
-            + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
-        )
+        return unacknowledged + [one.member for one in here if one.attached and not one.board.load(Word.LEFT)]
 
     def close(self) -> None:
         """Hang up; on the daemon's thread, or when there is none."""

@@ -10,48 +10,74 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from odc.hosts.cache import NodeCache
+from odc.hosts.heaps import RemoteHeaps, queue_answers
 from odc.hosts.links import Links
-from odc.hosts.node import NodeCache, RemoteHeaps, gather_sums, queue_answers
-from odc.hosts.sums import HostSums, SumsReader
+from odc.hosts.sums import EarlySums, NodeSums
 from odc.memory import ShmHeap, SymmetricHeap
 from odc.net.engines import Engine
 from odc.net.host_link import HostLink
-from odc.protocol.device import DevicePusher
+from odc.protocol.device import DeviceRoute
+from odc.protocol.fetch import PublishedShards
 from odc.protocol.grid import RankGrid
+from odc.protocol.heap_reader import HeapReader, MappedHeaps
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import HOME, MemberProtocol
-from odc.protocol.push import Pusher
+from odc.protocol.push import HostRoute, Pusher
+from odc.protocol.queue import Queue
+from odc.protocol.reduction import OneOwner, Reduction, Replicas
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Outcome
-from odc.runtime.connect import Rendezvous
+from odc.runtime.connect import Rendezvous, RootEvents
 from odc.runtime.daemon import daemon
-from odc.runtime.fetch import PublishedShards
 from odc.runtime.linking import ExposedHeap, HostConnections
-from odc.runtime.queue import Queue
-from odc.runtime.replicas import gather_replicas
 from odc.runtime.service import Service
 from odc.runtime.shutdown import HeapRelease
 from odc.settings import Settings
+from odc.worker import Worker
 
 
 class Endpoint:
-    """What one member does over a heap that is laid out: protocol, published shards, pushes, queue.
+    """What one member does over a heap that is laid out. A minibatch of it, in order:
 
-    `notify` wakes the daemon of a member. `queue` is None unless the settings have `queue_bytes`. `engine` reads from
-    other hosts, where all members expose their heap under its identity.
+        shards.publish      opens the epoch; peers fetch this rank's shards from now on
+        shards.fetch        for each unit, as often as a forward or backward needs it
+        pusher.push         each gradient, to its owners; the daemons add it up
+        done                this rank fetches and pushes no more in this epoch
+        reduction           once every rank is done: complete, gather, parts; its caller writes .grad
+        protocol.read_all   lets the next minibatch overwrite what was read
+
+    Where ranks share a `queue`, each offers after `publish` and claims until none is left; else it is None. `notify`
+    wakes the daemon of a member. `engine` reads from other hosts, where all members expose their heap under its
+    identity; `links` go there.
     """
 
-    def __init__(self, layout: HeapLayout, notify: Callable[[int], None], engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        layout: HeapLayout,
+        notify: Callable[[int], None],
+        engine: Engine | None = None,
+        links: Links | None = None,
+    ) -> None:
         self.layout, self.grid = layout, layout.grid
-        self.protocol = MemberProtocol(layout)
-        self.heaps = RemoteHeaps(layout.heap.identity, engine, self.protocol)
-        self._cache = NodeCache(self.protocol, self.heaps) if self.grid.nodes.shards_span_hosts else None
-        self.sums = HostSums(self.protocol) if layout.spans_hosts else None
-        self.reader = SumsReader(self.protocol, self.heaps) if layout.spans_hosts else None
-        self.shards = PublishedShards(self.protocol, self._cache)
-        on_device = layout.heap.lanes.asynchronous
-        self.pusher: Pusher = (DevicePusher if on_device else Pusher)(self.protocol, notify)
-        self.queue = Queue(self.protocol, self.heaps) if layout.settings.queue_bytes else None
+        self.protocol = protocol = MemberProtocol(layout, links)
+        self.heaps: HeapReader = MappedHeaps(protocol)
+        if engine is not None:
+            self.heaps = RemoteHeaps(layout.heap.identity, engine, protocol)
+        ahead = Worker("odc-ahead")  # its thread reads shards, and sums of gradients, before they are needed
+        self._cache = NodeCache(protocol, self.heaps, ahead) if self.grid.nodes.shards_span_hosts else None
+        self.reduction = self._reduction(ahead, links)
+        self.shards = PublishedShards(protocol, None if self._cache is None else self._cache.fill)
+        host = HostRoute(protocol, notify)
+        self.pusher = Pusher(protocol, notify, DeviceRoute(protocol, host) if layout.heap.lanes.asynchronous else host)
+        self.queue = Queue(protocol, self.heaps) if layout.settings.queue_bytes else None
+
+    def _reduction(self, ahead: Worker, links: Links | None) -> Reduction:
+        if self.layout.spans_hosts:
+            return EarlySums(self.protocol, self.heaps, ahead, None if links is None else links.send_summed)
+        if self.grid.nodes.shards_span_hosts:
+            return NodeSums(self.protocol, self.heaps)
+        return Replicas(self.protocol, self.heaps) if len(self.grid.replica_group) > 1 else OneOwner(self.protocol)
 
     def done(self, outcome: Outcome, reason: str = "") -> None:
         """Close this rank's part of the epoch, in which everything pushed is posted. `reason` is for an abandoned one.
@@ -71,7 +97,7 @@ class Endpoint:
             self.protocol.share_counts(self.pusher.counts)
         if outcome is Outcome.ABANDONED:
             with lanes.lane("push"):
-                self.pusher.post_all()
+                self.pusher.route.post_all()
                 lanes.settle()  # also what a push had asked for that was cut short: the next begin zeroes the sums
             with lanes.lane("server"):
                 lanes.settle()
@@ -79,29 +105,13 @@ class Endpoint:
         self.protocol.await_links()
         self.protocol.close(outcome)
 
-    def complete(self, used: Sequence[bool], *, gather: bool) -> None:
-        """Announce that what this rank holds of others' gradients is complete, of the units that are `used`; then bring
-        what others hold of its own, unless `gather` is False. When all ranks are DONE.
-        """
-        if self.sums is not None and self.reader is not None:
-            self.sums.complete(used)
-            self.protocol.complete(wait=False)
-            self.reader.collect(used) if gather else self.reader.drop()
-            return
-        self.protocol.complete()
-        if not gather:
-            return
-        if self.grid.nodes.shards_span_hosts:
-            gather_sums(self.layout, self.heaps, used)
-        else:
-            gather_replicas(self.protocol, self.heaps, used)
-
 
 class Member(Endpoint):
     """A rank's membership in the job of one root: an `Endpoint` that peers can find, and a service of its daemon.
 
     `identity` of the root's heap and `units` are the same on every rank; `fingerprint` is further text on which the
-    layouts must agree; `open_heap` makes an unsealed heap whose peers are attached by the given rendezvous.
+    layouts must agree; `open_heap` makes an unsealed heap whose peers are attached by the given rendezvous. `check` may
+    end the wait of a thread that attaches to a peer, by raising.
     """
 
     def __init__(
@@ -113,9 +123,11 @@ class Member(Endpoint):
         settings: Settings,
         fingerprint: str,
         open_heap: Callable[[Rendezvous], SymmetricHeap],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.identity, self._pid = identity, os.getpid()
-        self.rendezvous = rendezvous = Rendezvous(store, identity, grid, settings.timeout_s)
+        self.identity, self._pid, self._check = identity, os.getpid(), check
+        events = RootEvents(self._check_attaching, self._watch, self._abort)
+        self.rendezvous = rendezvous = Rendezvous(store, identity, grid, settings.timeout_s, events)
         layout = HeapLayout(open_heap(rendezvous), grid, units, settings, fingerprint)
         self._daemon = server = daemon(grid.rank)
         listens = bool(grid.remote) or (settings.address != "" and isinstance(layout.heap, ShmHeap))
@@ -124,36 +136,38 @@ class Member(Endpoint):
         def notify(member: int) -> None:
             server.notify() if member == grid.me else rendezvous.notify(member)
 
-        super().__init__(layout, notify, network.engine if network is not None and grid.remote else None)
-        self._hosts: HostConnections | None = None
+        links, engine = None, None
         if network is not None and grid.remote:
-            self._hosts = HostConnections(identity, layout, network, server.liveness.report, self._attend)
-            self.protocol.links = self._hosts.links
-            if self.reader is not None:
-                self._hosts.links.summed = self.reader.told
-        self._service = service = Service(identity, self.layout, self.sums, self.links)
+            engine, links = network.engine, Links(layout, server.liveness.report, network.lost_after_s)
+        super().__init__(layout, notify, engine, links)
+        early = self.reduction if isinstance(self.reduction, EarlySums) else None
+        drains = [] if early is None else [early.sums.announce]
+        self._service = service = Service(identity, layout, drains, links)
         self._exposed: ExposedHeap | None = None
+        self._hosts: HostConnections | None = None
         if network is not None:
             at_home = settings.queue_bytes > 0 and grid.me == HOME
             answers = queue_answers(identity, self.protocol) if at_home else {}
             self._exposed = ExposedHeap(identity, layout, network, answers)
-        rendezvous.check = self.protocol.waiter.check
-        rendezvous.on_attach = lambda member, pid: server.watch(service, member, pid)
-        rendezvous.on_failure = service.abort
+        if network is not None and links is not None:
+
+            def attend(link: HostLink) -> None:
+                server.attend(service, link, links.reader(link, None if early is None else early.note_summed))
+
+            self._hosts = HostConnections(identity, layout, network, links, attend)
         server.serve(service)
 
-    def _attend(self, link: HostLink, read: Callable[[], bool]) -> None:
-        self._daemon.attend(self._service, link, read)
+    # what the rendezvous asks, once the root is announced
 
-    @property
-    def links(self) -> Links | None:
-        """Those to other hosts, if there are any."""
-        return None if self._hosts is None else self._hosts.links
+    def _check_attaching(self, doing: str) -> None:
+        self.protocol.waiter.check(doing)
+        self._check()
 
-    def unread_by(self, readers: Callable[[], list[int]]) -> None:
-        """Have the heap stay for `readers()`, members of other hosts, when this rank shuts down; on any thread."""
-        if self._hosts is not None:
-            self._hosts.unread = readers
+    def _watch(self, member: int, pid: int) -> None:
+        self._daemon.watch(self._service, member, pid)
+
+    def _abort(self, reason: str, culprit: int) -> None:
+        self._service.abort(reason, culprit)
 
     def announce(self, settings: str, calls: Sequence[int] = ()) -> None:
         """Let peers attach from now on; arguments as in `Rendezvous.announce`."""
@@ -169,21 +183,27 @@ class Member(Endpoint):
         """Whether this process is a forked child of the member's (DataLoader worker)."""
         return os.getpid() != self._pid
 
-    def shut_down(self, note: str = "", needed: bool = True, culprit: int | None = None) -> Callable[[], None] | None:
+    def shut_down(
+        self,
+        note: str = "",
+        needed: bool = True,
+        culprit: int | None = None,
+        unread: Callable[[], list[int]] = list,
+    ) -> Callable[[], None] | None:
         """Announce to the peers that this rank shuts down, and close the heap when no rank needs it any more.
 
         Does not wait: finalizers call it, on any thread. After an abort the heap is closed at once. `note` goes
         into the error of a peer that waits for this rank in vain, `culprit` is the rank to blame, if not this one;
-        `needed` is that of `HeapRelease`. Returns `HeapRelease.wait`; None in a forked child, which only drops its
-        copy.
+        `needed` and `unread` are those of `HeapRelease`. Returns `HeapRelease.wait`; None in a forked child,
+        which only drops its copy.
         """
         if self.forked:
             return None
         self.protocol.leave(note, culprit)
-        for threads in (self._cache, self.reader):
-            if threads is not None:
-                threads.close()
+        self.reduction.close()
+        if self._cache is not None:
+            self._cache.close()
         dismiss = functools.partial(self._daemon.dismiss, self._service)
-        release = HeapRelease(self._service, self.rendezvous, dismiss, self._hosts, self._exposed, needed)
+        release = HeapRelease(self._service, self.rendezvous, dismiss, self._hosts, self._exposed, needed, unread)
         self._daemon.releases.add(release)
         return release.wait

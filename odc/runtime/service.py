@@ -8,21 +8,21 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from odc.hosts.links import Links
-from odc.hosts.sums import HostSums
 from odc.memory import Words
 from odc.net.liveness import Loss
 from odc.protocol.accumulate import Adder
 from odc.protocol.device import DeviceDrain
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import abort
-from odc.protocol.push import Inbox
+from odc.protocol.queue import progress
+from odc.protocol.ring import Inbox
 from odc.protocol.words import RootState, Word
-from odc.runtime.queue import progress
 from odc.trace import PUSH, recorder
 
 
@@ -34,13 +34,17 @@ def reading_token(token: str) -> str:
 class Service:
     """One root's server side. All methods are called from the daemon's thread unless stated otherwise.
 
-    `sums` are those that this rank's partners on other hosts read, if they do, and `links` go there.
+    `drains` are called in every turn of the loop; they do not wait. `links` go to other hosts.
     """
 
     def __init__(
-        self, identity: str, layout: HeapLayout, sums: HostSums | None = None, links: Links | None = None
+        self,
+        identity: str,
+        layout: HeapLayout,
+        drains: Sequence[Callable[[], object]] = (),
+        links: Links | None = None,
     ) -> None:
-        self._sums, self._links = sums, links
+        self._drains, self._links = drains, links
         self.identity, self.layout, self.token = identity, layout, secrets.token_hex(16)
         self.rank = layout.grid.rank
         self._board = layout.mine.board
@@ -56,8 +60,8 @@ class Service:
     @torch.no_grad()
     def drain(self) -> bool:
         """Add at most a quarter of a ring of every source, in one batch each; True if there was anything."""
-        if self._sums is not None:
-            self._sums.look()
+        for drain in self._drains:
+            drain()
         if self._drain_device is not None:
             return self._drain_device()
         found = False

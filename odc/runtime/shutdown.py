@@ -33,7 +33,7 @@ class HeapRelease:
 
     `dismiss` stops the daemon from serving the root, and then calls what it is given. `hosts` are the members on other
     hosts, and `exposed` is what the network sees, if there is either. Unless it is `needed`, no peer will attach to it
-    any more, and none is waited for.
+    any more, and none is waited for. `unread` is that of `HostConnections.needed_by`.
     """
 
     def __init__(
@@ -44,10 +44,11 @@ class HeapRelease:
         hosts: HostConnections | None = None,
         exposed: ExposedHeap | None = None,
         needed: bool = True,
+        unread: Callable[[], list[int]] = list,
     ) -> None:
         self._service, self._rendezvous = service, rendezvous
         self._ending = Job(lambda: dismiss(self._close))  # once
-        self._hosts, self._exposed = hosts, exposed
+        self._hosts, self._exposed, self._unread = hosts, exposed, unread
         self._layout = service.layout
         self._members = [member for member in rendezvous.grid.others() if needed and member in rendezvous.grid.local]
         self._remaining = list(self._members)  # that it waits for
@@ -67,7 +68,7 @@ class HeapRelease:
                 self._rendezvous.settle()
                 self._settled = True
             self._members = self._rendezvous.unsettled(self._members)
-            self._remaining = self._members or ([] if self._hosts is None else self._hosts.needed_by())
+            self._remaining = self._members or ([] if self._hosts is None else self._hosts.needed_by(self._unread))
             if not self._remaining:
                 self._rendezvous.forget()
                 return True

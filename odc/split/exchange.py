@@ -17,7 +17,8 @@ from torch import Tensor
 
 from odc.errors import OdcError, PeerLostError, PlanError, WaitTimeoutError
 from odc.net import KeyValueStore
-from odc.runtime import AbsentMember, Arena
+from odc.protocol.arena_protocol import AbsentMember
+from odc.runtime import Arena
 from odc.runtime.arena import entry_bytes
 from odc.split.minibatch import PieceMinibatch
 from odc.trace import WAIT, recorder
@@ -69,19 +70,22 @@ class PieceExchange:
         held = rooms.layers if rooms.keep else 2
         kv, grads = [f"kv{at}" for at in range(held)], ["dkv0", "dkv1"]
         nbytes, plan = (self.rooms.kv_bytes * held, self.rooms.grad_bytes * 2), entry_bytes(0)
-        self._kv = Arena(store, ranks, rank, nbytes[0] + plan, [_PLAN, *kv], timeout_s, f"{name}.kv")
-        self._grads = Arena(store, ranks, rank, nbytes[1] + plan, [_PLAN, *grads], timeout_s, f"{name}.dkv")
         self._rank, self._ranks = rank, list(ranks)
         self._minibatch: PieceMinibatch | None = None
+
+        def arena(short: str, room: int, channels: list[str]) -> Arena:
+            absent = functools.partial(_absent, weakref.ref(self), short)
+            return Arena(store, ranks, rank, room, [_PLAN, *channels], timeout_s, f"{name}.{short}", absent=absent)
+
+        self._kv, self._grads = arena("kv", nbytes[0] + plan, kv), arena("dkv", nbytes[1] + plan, grads)
         self._shown = 0  # number of the split sample this rank has come to, and below it a mark of what it takes it for
 
     def join(self, minibatch: PieceMinibatch | None) -> None:
         """Exchange for pieces of this minibatch from now on; None where none can be given up."""
         before, self._minibatch = self._minibatch, minibatch
-        for name, arena in (("kv", self._kv), ("grads", self._grads)):
-            if minibatch is not None and before is not None and before.epoch != minibatch.epoch:
+        if minibatch is not None and before is not None and before.epoch != minibatch.epoch:
+            for arena in (self._kv, self._grads):
                 arena.forget()  # all ranks were done with that minibatch before this one began
-            arena.absent_if(functools.partial(_absent, weakref.ref(self), name))
 
     def begin(self, number: int, mark: int) -> None:
         """This rank has come to split sample `number`, and `mark` describes what it takes it for. Does not wait."""

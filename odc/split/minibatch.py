@@ -22,7 +22,7 @@ class PieceMinibatch:
         self._machine, self._protocol = root.minibatch, root.member.protocol
         self.epoch = root.minibatch.epoch
         self._members = {rank: member for member, rank in enumerate(root.grid.ranks)}
-        root.layout.attach_all()  # every rank comes to this minibatch; afterwards looking at a board never waits
+        self._protocol.attach_all()  # every rank comes to this minibatch; afterwards looking at a board never waits
 
     @property
     def open(self) -> bool:

@@ -111,13 +111,13 @@ def leaves_what_is_unread(rank: int, world: int) -> None:
         arena.done("rows", 1, 0)
         arena.leave()
         return
-    arena._words._protocol.layout.attach_all()
+    arena._words._protocol.attach_all()
     meeting = arena._member._hosts
     assert meeting is not None
     arena.leave()
     while meeting.links.unacknowledged():
         time.sleep(0.001)
-    assert meeting.unread() == meeting.needed_by()[: len(meeting.unread())] == [2, 3]
+    assert arena._unread_readers() == meeting.needed_by(arena._unread_readers)[:2] == [2, 3]
     store.set("rank 0 has left", "")
     await_releases()
 

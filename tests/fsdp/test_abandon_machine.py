@@ -7,7 +7,7 @@ import torch
 from support.machines import Rank, finish, states
 
 from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError
-from odc.protocol import RootState, Word
+from odc.protocol import HostRoute, RootState, Word
 
 pytestmark = pytest.mark.usefixtures("heard")
 
@@ -59,8 +59,9 @@ def test_the_next_minibatch_holds_nothing_of_it(two: list[Rank]) -> None:
 def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its counts were never sent, so only the abandoned minibatch itself says that accumulators must be zeroed."""
     begin(two)
-    pusher = two[0].heaps.members[0].pusher
-    push_to = pusher.push_to
+    route = two[0].heaps.members[0].pusher.route
+    assert isinstance(route, HostRoute)
+    push_to = route.push_to
 
     def fail_at_last(owner: int, *args: object) -> int:
         sent = push_to(owner, *args)  # type: ignore[arg-type]
@@ -69,7 +70,7 @@ def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkey
         return sent
 
     with monkeypatch.context() as failing:
-        failing.setattr(pusher, "push_to", fail_at_last)
+        failing.setattr(route, "push_to", fail_at_last)
         with pytest.raises(MemoryError):
             two[0].push(0, 5.0)
     two[0].iteration.cut_short = "backward"

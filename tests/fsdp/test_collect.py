@@ -12,8 +12,6 @@ from support.ranks import RankPool
 from torch import nn
 
 from odc.fsdp.collect import push_counts, reduced, write_gradients
-from odc.hosts.node import RemoteHeaps
-from odc.runtime.replicas import gather_replicas
 from odc.settings import Settings
 
 LAYOUT: Layout = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
@@ -64,7 +62,7 @@ def test_a_sum_is_divided_once_in_the_accumulators_dtype(reproducible: bool) -> 
     with HeapGroup(LAYOUT, 2, settings=Settings(reproducible=reproducible)) as group:
         values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
         fill(group, 1, values)
-        found = reduced(group.layouts[1], group.units[0], 3.0)
+        found = reduced(group.members[1].reduction, group.units[0], 3.0)
         dtype = F64 if reproducible else F32
         assert torch.equal(found, torch.tensor(values, dtype=dtype) / 3.0)
         assert group.layouts[1].peer(1).accumulator(group.units[0]).tolist() == values, "the accumulator itself stays"
@@ -77,18 +75,18 @@ def test_replicas_read_each_other_in_rank_order_and_get_the_same_bits() -> None:
         for member, value in zip(column, [1e8, -1e8, 1.0], strict=True):
             fill(group, member, [value] * 6)
         fill(group, 0, [77.0] * 6)  # of the other shard
-        protocols, used = [group.members[member].protocol for member in column], [True, False]
+        members, used = [group.members[member] for member in column], [True, False]
         with ThreadPoolExecutor(len(column)) as threads:  # each waits for the others to add their parts up
-            list(threads.map(lambda one: gather_replicas(one, RemoteHeaps("group", None, one), used), protocols))
+            list(threads.map(lambda one: one.reduction.gather(used), members))
         for member in column:
-            assert reduced(group.layouts[member], group.units[0], 2.0).tolist() == [0.5] * 6
+            assert reduced(group.members[member].reduction, group.units[0], 2.0).tolist() == [0.5] * 6
 
 
 # writing -------------------------------------------------------------------------------------------------------------
 
 
 def write(group: HeapGroup, params: list[Param], used: list[bool], divide: float = 1.0) -> None:
-    write_gradients(group.layouts[0], group.units[0], params, used, divide)  # type: ignore[arg-type]
+    write_gradients(group.members[0].reduction, group.units[0], params, used, divide)  # type: ignore[arg-type]
 
 
 def test_every_used_parameter_gets_its_part() -> None:

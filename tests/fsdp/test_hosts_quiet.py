@@ -24,7 +24,7 @@ from odc.errors import PeerLostError
 from odc.fsdp import root_of
 from odc.net.network import HostNetwork
 from odc.protocol import Word
-from odc.protocol.protocol import NoOtherHosts
+from odc.protocol.sink import NoOtherHosts
 from odc.runtime import daemon
 
 QUIET_S = 1.0
@@ -77,7 +77,7 @@ def idle(rank: int, world: int) -> tuple[list[str], bool]:
         assert time.monotonic() < end, f"rank {rank}: {woken} run though no rank asks for anything"
     dist.barrier()
     member = root_of(model).member
-    alone = daemon(rank)._network is None and isinstance(member.protocol.links, NoOtherHosts)
+    alone = daemon(rank)._network is None and isinstance(member.protocol.sink, NoOtherHosts)
     return [thread.name for thread in threads], alone
 
 

@@ -91,7 +91,7 @@ def apart(rank: int, world: int, skipped: str) -> bool:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("skipped", "needed"),
-    [("PublishedShards.publish", True), ("DevicePusher.push", True), ("DeviceDrain.__call__", True), ("nobody", False)],
+    [("PublishedShards.publish", True), ("DeviceRoute.push", True), ("DeviceDrain.__call__", True), ("nobody", False)],
 )
 def test_every_wait_for_the_device_is_needed(ranks, skipped: str, needed: bool) -> None:
     assert any(ranks(2).run(apart, skipped)) == needed

@@ -25,7 +25,7 @@ from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
-from odc.protocol.push import Pusher
+from odc.protocol.push import HostRoute
 
 Pools = Callable[[int], RankPool]
 
@@ -38,14 +38,14 @@ COUNTS = (3, 1, 2, 2)
 def delayed_pushes(seed: object, longest_s: float) -> Iterator[list[int]]:
     """Sleep up to `longest_s` before every push to an owner; gives the owners in the order they were pushed to."""
     random_ = random.Random(repr(seed))
-    push_to, owners = Pusher.push_to, list[int]()
+    push_to, owners = HostRoute.push_to, list[int]()
 
-    def delayed(self: Pusher, owner: int, *args: Any) -> int:
+    def delayed(self: HostRoute, owner: int, *args: Any) -> int:
         time.sleep(random_.random() * longest_s)
         owners.append(owner)
         return push_to(self, owner, *args)
 
-    with mock.patch.object(Pusher, "push_to", delayed):
+    with mock.patch.object(HostRoute, "push_to", delayed):
         yield owners
 
 

@@ -90,6 +90,6 @@ def test_lanes_that_sleep_change_nothing(ranks) -> None:
     assert not any(ranks(2).run(apart, "nobody", timeout=240))
 
 
-@pytest.mark.parametrize("skipped", ["PublishedShards.publish", "DevicePusher.push", "DeviceDrain.__call__"])
+@pytest.mark.parametrize("skipped", ["PublishedShards.publish", "DeviceRoute.push", "DeviceDrain.__call__"])
 def test_every_wait_for_the_device_is_needed(ranks, skipped: str) -> None:
     assert any(ranks(2).run(apart, skipped, timeout=240)), "a wait that was left out was not missed"

@@ -11,9 +11,8 @@ from support.members import HeapGroup
 
 from odc.errors import PeerLostError
 from odc.memory import Words
-from odc.net.messages import EntryWords
 from odc.protocol import RankGrid, Word
-from odc.runtime.arena_protocol import ArenaWords
+from odc.protocol.arena_protocol import ArenaWords
 from odc.settings import Settings
 
 CHANNELS = 2
@@ -28,7 +27,7 @@ class Arenas(Linked):
             regions=lambda grid: ArenaWords.requests(CHANNELS, grid),
         )  # fmt: skip
         super().__init__(group, range(4))
-        self.words = [ArenaWords(group.members[me].protocol, CHANNELS, self.links[me]) for me in range(4)]
+        self.words = [ArenaWords(group.members[me].protocol) for me in range(4)]
         self._mark = 0
 
     def pass_on(self, until: Callable[[], object] | None = None) -> None:
@@ -106,13 +105,13 @@ def test_no_reader_sees_a_step_with_the_entry_before_it(joined: Arenas, monkeypa
 def test_an_entry_goes_to_the_hosts_of_its_readers_only(joined: Arenas) -> None:
     joined.words[0].show(0, 1, 0, 10, 3, [1])
     joined.pass_on()
-    assert joined.group.layouts[3].remote(0).mirrored("entries").load(0) == 0
+    assert joined.group.layouts[3].remote(0).mirrored("arena/table").load(0) == 0
     assert joined.words[1].await_entry(0, 1, 0, "to put") == (1, 0, 10, 3)
 
 
 @pytest.mark.parametrize(("first", "count"), [(4 * CHANNELS, 1), (-1, 1), (4 * CHANNELS - 1, 2)])
 def test_words_beyond_an_arena_are_nonsense(joined: Arenas, first: int, count: int) -> None:
-    joined.links[0].send_to_host(1, EntryWords(first, (1,) * count))
+    joined.links[0].send_words(1, "arena/table", first, (1,) * count)
     joined.pass_on(lambda: joined.aborts[2])
     assert len(joined.aborts[2]) == 1 and "speaks nonsense" in joined.aborts[2][0][0]
 
@@ -134,4 +133,4 @@ def test_a_death_is_seen_by_ranks_that_the_one_with_the_link_does_not_know(joine
 def test_regions_are_there_over_hosts_only() -> None:
     one, two = RankGrid((0, 1), 2, 0), RankGrid((0, 1), 2, 0, (0, 1))
     assert [name for name, _ in ArenaWords.requests(3, one)] == ["arena/table", "arena/copied"]
-    assert dict(ArenaWords.requests(3, two))["mirror/entries"] == torch.empty(3, 4, dtype=torch.int64).nbytes
+    assert dict(ArenaWords.requests(3, two))["mirror/arena/table"] == torch.empty(3, 4, dtype=torch.int64).nbytes

@@ -104,7 +104,6 @@ def test_a_closed_minibatch_is_sent_at_once_with_what_status_shows(
 def test_texts_and_counts_come_before_the_words_that_they_explain(linked: Linked) -> None:
     linked.join()
     protocol, counts = linked.group.members[0].protocol, torch.tensor([3, 1 << 40, 0])
-    protocol.links = linked.links[0]
     linked.group.publish(0)
     linked.links[0].send_counts(counts)
     protocol.explain("a bad sample")
@@ -119,7 +118,7 @@ def test_texts_and_counts_come_before_the_words_that_they_explain(linked: Linked
 def test_a_partner_learns_which_sums_it_may_read(linked: Linked) -> None:
     linked.join()
     heard: list[tuple[int, int, dict[int, int]]] = []
-    linked.links[2].summed = lambda *told: heard.append(told)
+    linked.readers[2] = linked.links[2].reader(linked.links[2]._links[0], lambda *told: heard.append(told))
     linked.links[0].send_summed(7, {1: 1 << 40, 0: 3})
     linked.receive([2], lambda: bool(heard))
     assert heard == [(0, 7, {1: 1 << 40, 0: 3})]
@@ -152,16 +151,16 @@ def test_progress_is_sent_now_and_then_only(linked: Linked, monkeypatch: pytest.
         linked.group.members[0].protocol.touch("testing")
     assert len(told) == 1
     clock[0] += 1.0
-    linked.group.layouts[0].pushed_board.refresh()
+    linked.links[0].refresh()
     assert len(told) == 2
 
 
 def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends a connection whose other end has had no room for two seconds: there must be some."""
     monkeypatch.setattr(module, "LINK_REFRESH_S", 0.0)
-    board, link = linked.join().group.layouts[0].pushed_board, linked.links[0]._links[2]
+    board, link = linked.join().group.layouts[0].mine.board, linked.links[0]._links[2]
     for _ in range(5000):
-        board.refresh()
+        linked.links[0].refresh()
     assert not link.room(0), "far more was to be said than there is room for"
     end = time.monotonic() + 60
     while link.unacknowledged():  # for ever, or until the kernel has ended it, of more than there is room for
@@ -171,7 +170,7 @@ def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypa
     linked.receive([2], lambda: linked.seen(2, 0, Word.DONE) == 5)
     board.store(Word.READ, 5)
     linked.receive([2], lambda: linked.seen(2, 0, Word.READ) == 5)
-    board.refresh()
+    linked.links[0].refresh()
     assert not linked.aborts[0] and not linked.aborts[2]
 
 

@@ -14,11 +14,10 @@ from support.members import F32, HeapGroup
 from support.spread import LAYOUT, Spread
 
 from odc.errors import PeerLostError
-from odc.hosts.node import gather_sums
+from odc.hosts.sums import NodeSums
 from odc.memory import MUTEX_BYTES, RobustMutex
 from odc.protocol import Word, wait
 from odc.protocol import layout as layouts
-from odc.runtime import parts
 from odc.settings import Accumulate, Settings
 
 
@@ -134,9 +133,9 @@ def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate,
                 for _ in range(epoch):
                     spread.push(me, unit.index, 10.0**me)
         for me in range(4):
-            gather_sums(group.layouts[me], spread.heaps[me], [True, True, False])
+            NodeSums(group.members[me].protocol, spread.heaps[me]).gather([True, True, False])
             for unit in group.units[:2]:
-                found = parts(group.layouts[me], unit)
+                found = group.members[me].reduction.parts(unit)
                 assert [part[0].item() for part in found] == [epoch * 11.0, epoch * 1100.0]
                 assert all(bool((part == part[0]).all()) for part in found)
     sums = [nbytes for engine in spread.engines for _, nbytes in engine.reads]
@@ -170,17 +169,17 @@ def test_a_device_that_is_late_sums_and_fetches_alike(
                 with lanes[me].lane("push"):
                     spread.push(me, unit.index, 10.0**me)
         for me in range(4):
-            gather_sums(group.layouts[me], spread.heaps[me], [True, True, False])
+            NodeSums(group.members[me].protocol, spread.heaps[me]).gather([True, True, False])
             for unit in group.units[:2]:
-                assert [set(part.tolist()) for part in parts(group.layouts[me], unit)] == [{11.0}, {1100.0}]
+                assert [set(part.tolist()) for part in group.members[me].reduction.parts(unit)] == [{11.0}, {1100.0}]
     spread.close()
 
 
 def test_units_that_no_rank_used_do_not_cross(spread: Spread) -> None:
     spread.publish()
-    gather_sums(spread.group.layouts[0], spread.heaps[0], [False, False, False])
+    NodeSums(spread.group.members[0].protocol, spread.heaps[0]).gather([False, False, False])
     assert not spread.engines[0].reads
-    gather_sums(spread.group.layouts[0], spread.heaps[0], [True, False, True])
+    NodeSums(spread.group.members[0].protocol, spread.heaps[0]).gather([True, False, True])
     assert [nbytes for _, nbytes in spread.engines[0].reads] == [64, 64]
 
 

@@ -13,14 +13,13 @@ from support.spread import LAYOUT, Spread
 
 from odc.errors import PeerLostError, UnsupportedError
 from odc.protocol import Word
-from odc.runtime import parts
 from odc.settings import Accumulate, Settings
 
 
 def notify(spread: Spread) -> None:
     """Do what the daemons do when they are notified."""
     for sums in spread.sums:
-        sums.look()
+        sums.announce()
 
 
 def bring(spread: Spread, me: int = 0) -> None:
@@ -28,11 +27,11 @@ def bring(spread: Spread, me: int = 0) -> None:
     grid = spread.group.layouts[me].grid
     for member, epoch, counts in spread.summed:
         if member in grid.partners:
-            spread.readers[me].told(member, epoch, counts)
+            spread.readers[me].note_summed(member, epoch, counts)
 
 
 def values(spread: Spread, me: int, unit: int) -> list[float]:
-    found = parts(spread.group.layouts[me], spread.group.units[unit])
+    found = spread.group.members[me].reduction.parts(spread.group.units[unit])
     assert all(bool((part == part[0]).all()) for part in found)
     return [part[0].item() for part in found]
 
@@ -47,7 +46,7 @@ def test_at_the_end_what_has_not_crossed_does_once(accumulate: Accumulate) -> No
                 spread.push(me, unit, 10.0**me)
         spread.finish([True, True, False])
         for me in range(4):
-            spread.readers[me].collect([True, True, False])
+            spread.readers[me].gather([True, True, False])
             for unit in (0, 1):
                 assert values(spread, me, unit) == [11.0, 1100.0]
         assert sum(len(engine.reads) for engine in spread.engines) == epoch * 4, "units side by side are read together"
@@ -70,7 +69,7 @@ def test_a_unit_may_leave_when_all_ranks_of_the_host_have_had_their_last_push(sp
     bring(spread)
     spread.push(2, 0, 8.0)
     spread.finish([True, True, False])
-    spread.readers[0].collect([True, True, False])
+    spread.readers[0].gather([True, True, False])
     assert values(spread, 0, 1) == [0.0, 7.0]
     assert values(spread, 0, 0) == [0.0, 8.0]
     sizes = [spread.group.units[unit].accumulator_bytes for unit in (1, 0)]
@@ -95,7 +94,7 @@ def test_what_is_pushed_after_the_last_push_is_not_lost(spread: Spread) -> None:
     spread.await_reads(0, 1)
     spread.push(3, 0, 5.0)
     spread.finish([True, False, False])
-    spread.readers[0].collect([True, False, False])
+    spread.readers[0].gather([True, False, False])
     assert values(spread, 0, 0) == [0.0, 7.0]
     assert len(spread.engines[0].reads) == 2, "the sum crosses again"
 
@@ -108,10 +107,10 @@ def test_the_next_epoch_begins_with_no_sums(spread: Spread) -> None:
         notify(spread)
         bring(spread)
         spread.finish([True, False, False])
-        spread.readers[0].collect([True, False, False])
+        spread.readers[0].gather([True, False, False])
         assert values(spread, 0, 0) == [0.0, 2.0]
     assert [sent[1] for sent in spread.summed] == [1, 1, 2, 2]
-    spread.readers[0].told(2, 2, {1: 1})
+    spread.readers[0].note_summed(2, 2, {1: 1})
     assert len(spread.engines[0].reads) == 2, "of an epoch that is over nothing is read"
 
 
@@ -124,7 +123,7 @@ def test_a_rank_of_an_earlier_epoch_announces_nothing_of_the_next(spread: Spread
     spread.group.layouts[2].mine.board.store(Word.PUBLISHED, 1)
     for me in (2, 3):
         spread.group.members[me].pusher.end(spread.group.units)
-    spread.sums[2].look()
+    spread.sums[2].announce()
     assert not spread.summed
 
 
@@ -147,7 +146,7 @@ def test_a_read_that_fails_early_is_made_again_and_raises_in_the_end(spread: Spr
     spread.group.layouts[0].mine.board.store(Word.ABORT, 0)
     spread.engines[0].read = read  # type: ignore[method-assign]
     spread.finish([True, False, False])
-    spread.readers[0].collect([True, False, False])
+    spread.readers[0].gather([True, False, False])
     assert values(spread, 0, 0) == [0.0, 2.0]
 
 
@@ -169,7 +168,7 @@ def test_an_abandoned_minibatch_leaves_no_read_behind(spread: Spread) -> None:
     assert going.wait(60)
     spread.group.layouts[0].peer(2).board.store(Word.LEFT, 1)  # it waits for this rank's READ with all it has
     threading.Timer(0.3, goes_on.set).start()
-    spread.readers[0].drop()
+    spread.readers[0].skip()
     assert len(spread.engines[0].reads) == 1, "it has returned while the thread was reading"
 
 
@@ -187,7 +186,7 @@ def test_sums_are_rounded_once_as_they_leave() -> None:
         if wrong:
             spread.push(3, 2, 2.0**-6)
         spread.finish([True, False, True])
-        spread.readers[0].collect([True, False, True])
+        spread.readers[0].gather([True, False, True])
         sums = [258.5, 2 + 2.0**-5 + wrong * 2.0**-6]
         for unit, whole in zip((0, 2), sums, strict=True):
             rounded = torch.tensor(whole).to(BF16).item()

@@ -8,7 +8,7 @@ from support.deferred import DeferredLanes, DeferredMover, late_heaps
 from support.members import BF16, F32, HeapGroup, gradients, room
 
 from odc.memory import RobustMutex
-from odc.protocol import Gradient, Outcome, Word
+from odc.protocol import Gradient, HostRoute, Outcome, Word
 from odc.settings import ACCUMULATE_MODES, Settings
 
 MATRICES = [[(f"w{i}", 3000, BF16) for i in range(4)], [("v", 40, BF16), ("b", 5, BF16)]]
@@ -282,9 +282,9 @@ def test_an_abandoned_epoch_leaves_no_block_for_the_next(
     settings = Settings(timeout_s=60.0, staging_block_bytes=4096)
     with HeapGroup([[("w", 4096, F32)]], 2, settings=settings) as group:
         group.publish_all()
-        pusher, unit = group.members[0].pusher, group.units[0]
+        unit = group.units[0]
         with monkeypatch.context() as broken, deferred[0].lane("push"):
-            broken.setattr(pusher, "_announce", lambda: 1 / 0)
+            broken.setattr(HostRoute, "announce", lambda route: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 group.members[0].pusher.push(unit, gradients(unit, 2, 8.0))
         group.members[0].done(Outcome.ABANDONED, "cut short")

@@ -281,7 +281,7 @@ def test_no_rank_waits_for_anothers_compute_where_the_sender_waits_on_the_host(r
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_known_today_a_lane_that_follows_the_sender_holds_up_the_peers(ranks: int) -> None:
-    """As `DevicePusher` is now: a peer gets two slots through, then waits for this rank's next unit. This test goes,
+    """As `DeviceRoute` is now: a peer gets two slots through, then waits for this rank's next unit. This test goes,
     and the one above stays, once the sender waits on the host.
     """
     device = Device((tuple(range(ranks)),), "follows", units=4)

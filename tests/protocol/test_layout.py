@@ -10,7 +10,7 @@ from support.members import BF16, F32, F64, HeapGroup, Layout
 
 from odc.memory import MUTEX_BYTES
 from odc.protocol import UnitSpec
-from odc.protocol.layout import Ring
+from odc.protocol.regions import Ring
 from odc.protocol.words import BOARD_WORDS
 from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
 

@@ -122,7 +122,7 @@ def test_a_free_slot_is_not_waited_for_and_a_full_ring_names_its_owner() -> None
         group.attach()
         group.publish_all()
         protocol = group.members[0].protocol
-        box = Outbox(protocol, 1)
+        box = Outbox(protocol.layout, 1)
         protocol.await_credit(1, box.credit)
         while box.credit():
             box.post(group.units[0], 0, 1, F32)

@@ -12,8 +12,8 @@ from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.errors import UnsupportedError
 from odc.protocol import Gradient, MemberProtocol, UnitSpec, flatten
-from odc.protocol.layout import Ring
 from odc.protocol.push import Pusher, pieces_for
+from odc.protocol.regions import Ring
 from odc.settings import ACCUMULATE_MODES, Settings
 
 

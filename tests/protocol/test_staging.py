@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.protocol import Inbox, Outbox, Piece
-from odc.protocol.layout import Ring
+from odc.protocol.regions import Ring
 from odc.settings import Settings
 
 SLOT = 128  # bytes
@@ -45,7 +45,7 @@ OPS = st.lists(st.one_of(POST, st.just("peek"), st.just("take")), max_size=40)
 @given(OPS)
 def test_a_ring_is_a_short_list(group: HeapGroup, ops: list[str | tuple[int, int, int, torch.dtype]]) -> None:
     """Whatever is posted and taken in whatever order: first in, first out, never more than there are slots."""
-    box, inbox = Outbox(group.members[2].protocol, 0), Inbox(group.layouts[0], 2)
+    box, inbox = Outbox(group.layouts[2], 0), Inbox(group.layouts[0], 2)
     model: list[tuple[int, int, torch.Tensor]] = []
     for number, op in enumerate(ops):
         assert box.credit() == SLOTS - len(model)
@@ -74,7 +74,7 @@ def test_a_ring_is_a_short_list(group: HeapGroup, ops: list[str | tuple[int, int
 
 
 def test_a_slot_is_filled_in_parts_before_it_is_seen(group: HeapGroup) -> None:
-    box, inbox = Outbox(group.members[1].protocol, 0), Inbox(group.layouts[0], 1)
+    box, inbox = Outbox(group.layouts[1], 0), Inbox(group.layouts[0], 1)
     put(box, torch.tensor([1.0, 2.0]))
     put(box, torch.tensor([3.0]), at_byte=8)
     assert inbox.peek() is None and inbox.waiting() == 0, "nothing is seen before it is posted"
@@ -87,7 +87,7 @@ def test_a_slot_is_filled_in_parts_before_it_is_seen(group: HeapGroup) -> None:
 
 def test_what_was_told_is_no_news(group: HeapGroup) -> None:
     """On the CPU a post tells by itself, so whoever asks afterwards need not wake the owner again."""
-    box, inbox = Outbox(group.members[1].protocol, 0), Inbox(group.layouts[0], 1)
+    box, inbox = Outbox(group.layouts[1], 0), Inbox(group.layouts[0], 1)
     put(box, torch.tensor([1.0]))
     box.post(group.units[0], 0, 1, F32)
     assert inbox.waiting() == 1
@@ -97,7 +97,7 @@ def test_what_was_told_is_no_news(group: HeapGroup) -> None:
 
 def test_rings_of_different_pairs_are_apart(group: HeapGroup) -> None:
     boxes = {
-        (source, owner): Outbox(group.members[source].protocol, owner)
+        (source, owner): Outbox(group.layouts[source], owner)
         for source in range(3)
         for owner in range(3)
         if source != owner
@@ -116,14 +116,14 @@ def test_rings_of_different_pairs_are_apart(group: HeapGroup) -> None:
 
 
 def test_both_ends_go_on_where_the_counters_stand(group: HeapGroup) -> None:
-    box, inbox = Outbox(group.members[1].protocol, 2), Inbox(group.layouts[2], 1)
+    box, inbox = Outbox(group.layouts[1], 2), Inbox(group.layouts[2], 1)
     for number in range(SLOTS + 1):
         put(box, torch.tensor([float(number)]))
         box.post(group.units[0], number, 1, F32)
         if number < SLOTS - 1:
             inbox.take()
         elif number == SLOTS - 1:
-            box = Outbox(group.members[1].protocol, 2)
+            box = Outbox(group.layouts[1], 2)
             assert box.credit() == SLOTS - 1
     inbox = Inbox(group.layouts[2], 1)
     assert inbox.waiting() == 2
@@ -133,7 +133,7 @@ def test_both_ends_go_on_where_the_counters_stand(group: HeapGroup) -> None:
 
 
 def test_a_batch_is_what_waits_of_one_unit(group: HeapGroup) -> None:
-    box, inbox = Outbox(group.members[1].protocol, 0), Inbox(group.layouts[0], 1)
+    box, inbox = Outbox(group.layouts[1], 0), Inbox(group.layouts[0], 1)
     for unit, value in ((0, 1.0), (0, 2.0), (1, 3.0)):
         put(box, torch.tensor([value]))
         box.post(group.units[unit], 5, 1, F32)
@@ -147,7 +147,7 @@ def test_a_batch_is_what_waits_of_one_unit(group: HeapGroup) -> None:
 
 def test_the_slot_that_came_back_last_is_filled_next(group: HeapGroup) -> None:
     """An owner that keeps up finds every block in the same slot: in the cache."""
-    box, inbox = Outbox(group.members[2].protocol, 1), Inbox(group.layouts[1], 2)
+    box, inbox = Outbox(group.layouts[2], 1), Inbox(group.layouts[1], 2)
     places = set()
     for number in range(2 * SLOTS):
         put(box, torch.tensor([float(number)]))

@@ -11,9 +11,9 @@ from support.protocol_pages import BLOCKS, replaced
 
 from odc.memory import ShmHeap
 from odc.protocol import Word
+from odc.protocol.arena_protocol import ArenaWords
 from odc.protocol.table import RULES
 from odc.protocol.words import ClaimWord, EntryWord
-from odc.runtime.arena_protocol import ArenaWords
 from odc.settings import Settings
 
 LAYOUT = [[("w", 4, torch.float32)]]
@@ -23,7 +23,7 @@ def regions(group: HeapGroup) -> set[str]:
     """Regions that hold words, without their numbers."""
     heap = group.layouts[0].heap
     assert isinstance(heap, ShmHeap)
-    return {name for name, _ in group.layouts[0]._requests()}
+    return {name for name, _ in group.layouts[0].requests()}
 
 
 def test_every_word_has_a_rule() -> None:

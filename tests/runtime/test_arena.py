@@ -16,8 +16,8 @@ from support.ranks import spawn_ranks
 import odc
 from odc.errors import HeapMemoryError, OdcError, PeerLostError, WaitTimeoutError
 from odc.fsdp import default_store
+from odc.protocol.arena_protocol import AbsentMember
 from odc.runtime import Arena
-from odc.runtime.arena_protocol import AbsentMember
 
 CHANNELS = ["rows", "more"]
 _made = 0
@@ -130,9 +130,13 @@ def test_who_waits_for_a_rank_that_an_error_has_ended_blames_whose_it_was(ranks:
 
 def test_threads_that_wait_for_members_to_come_up_learn_each_that_its_own_is_absent() -> None:
     """Channels may be used from several threads."""
-    arena = Arena(dist.HashStore(), range(3), 0, 1 << 12, CHANNELS, 60.0, "absent")
     asked, absent, ended = set[int](), set[int](), dict[int, BaseException]()
-    arena.absent_if(lambda member: asked.add(member) or member in absent)  # type: ignore[func-returns-value]
+
+    def is_absent(member: int) -> bool:
+        asked.add(member)
+        return member in absent
+
+    arena = Arena(dist.HashStore(), range(3), 0, 1 << 12, CHANNELS, 60.0, "absent", absent=is_absent)
 
     def get(owner: int) -> None:
         try:

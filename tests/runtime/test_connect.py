@@ -18,6 +18,7 @@ from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError
 from odc.net import JobStore
 from odc.protocol import RankGrid, Word
 from odc.runtime import Rendezvous
+from odc.runtime.connect import RootEvents
 from odc.settings import Settings
 
 Make = Callable[..., Side]
@@ -32,11 +33,9 @@ def refusing(doing: str) -> None:
 
 def test_reports_each_peer_it_attached_to_once(side: Make) -> None:
     left, _ = side(0).announce(), side(1).announce()
-    seen: list[tuple[int, int]] = []
-    left.meet.on_attach = lambda member, pid: seen.append((member, pid))
     left.layout.peer(1).attach()
     left.layout.peer(1).attach()
-    assert seen == [(1, os.getpid())]
+    assert left.attached == [(1, os.getpid())]
 
 
 def test_a_notification_wakes_the_peers_daemon(side: Make) -> None:
@@ -140,8 +139,7 @@ def test_the_first_difference_of_layouts_is_named_on_both_sides(
 def test_what_is_announced_of_many_parameters_fits_into_a_store() -> None:
     """One value may have 8 MiB in torch's TCPStore."""
     store = dist.HashStore()
-    meet = Rendezvous(store, "7.abc", RankGrid(RANKS, 2, 0), 60.0)
-    meet.check = refusing
+    meet = Rendezvous(store, "7.abc", RankGrid(RANKS, 2, 0), 60.0, RootEvents(refusing))
     names = [f"model.layers.7.mlp.experts.{i}.up_proj.lora_A.default.weight" for i in range(2000)]
     units = units_of([[(name, 1 << 20, BF16) for name in names]] * 40, Settings())
     lines = [unit.lines() for unit in units]
@@ -267,7 +265,6 @@ def test_an_abort_ends_the_wait_for_a_server_that_is_held_up(side: Make, silent_
 
 def test_a_late_rank_blames_the_culprit_and_not_the_peer_that_reports_it(side: Make) -> None:
     left, right = side(0).announce(), side(1).announce()
-    left.meet.on_failure = left.service.abort
     right.meet.report("rank 7 died before its first minibatch", 7)
     right.daemon.close()
     with pytest.raises(PeerLostError, match=r"rank 10, attaching to rank 13: .* by rank 7: rank 7 died") as caught:
@@ -278,7 +275,6 @@ def test_a_late_rank_blames_the_culprit_and_not_the_peer_that_reports_it(side: M
 
 def test_a_rank_that_cannot_attach_aborts_those_it_has_attached_to(side: Make) -> None:
     left, right = side(0).announce(), side(1).announce()
-    left.meet.on_failure = left.service.abort
     right.daemon.close()
     with pytest.raises(PeerLostError, match="its server does not answer") as caught:
         left.layout.peer(1).attach()
@@ -308,12 +304,10 @@ def test_all_meet_before_any_goes_on(side: Make) -> None:
 
 def test_a_rank_that_never_meets_is_named_and_reported(side: Make) -> None:
     left = side(0, settings=Settings(timeout_s=0.2)).announce()
-    reported: list[tuple[str, int]] = []
-    left.meet.on_failure = lambda reason, culprit: reported.append((reason, culprit))
     with pytest.raises(WaitTimeoutError, match="rank 10, waiting for rank 13 to map .* in the same order") as failure:
         left.meet.meet()
     assert failure.value.culprit == 13
-    assert reported == [(str(failure.value), 13)]
+    assert left.failures == [(str(failure.value), 13)]
 
 
 def test_an_aborted_job_ends_the_meeting(side: Make) -> None:

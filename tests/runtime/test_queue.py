@@ -18,8 +18,7 @@ from support.ranks import RankPool
 
 from odc.errors import OdcError, PeerLostError, UnsupportedError
 from odc.protocol import Outcome, Word
-from odc.runtime import Claimed, Queue
-from odc.runtime.queue import progress
+from odc.protocol.queue import Claimed, Queue, progress
 from odc.settings import Settings
 
 LAYOUT = [[("w", 4, F32)]]

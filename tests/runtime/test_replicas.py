@@ -10,10 +10,9 @@ from support.members import F32, HeapGroup
 from support.spread import Copies
 
 from odc.errors import PeerLostError
-from odc.hosts.node import RemoteHeaps
+from odc.hosts.heaps import RemoteHeaps
 from odc.protocol import UnitSpec, Word
-from odc.runtime import parts
-from odc.runtime.replicas import gather_replicas
+from odc.protocol.reduction import Replicas
 from odc.settings import Settings
 
 LAYOUT = [[("w", 7, F32)], [("b", 2, F32)], [("unused", 64, F32)]]
@@ -50,7 +49,7 @@ def gathered(replicas: int, spread: bool) -> tuple[HeapGroup, list[int]]:
                     layout.peer(member).board.store(Word.REDUCED, 1)
 
         protocol.end_reducing = mirrored  # type: ignore[method-assign]
-        gather_replicas(protocol, heaps, USED)
+        Replicas(protocol, heaps).gather(USED)
 
     with ThreadPoolExecutor(len(group.members)) as threads:
         list(threads.map(gather, range(len(group.members))))
@@ -68,9 +67,9 @@ def in_rank_order(group: HeapGroup, shard: int, unit: int) -> torch.Tensor:
 def test_every_replica_gets_the_sum_in_rank_order(replicas: int, spread: bool) -> None:
     """Also where units have fewer elements than there are replicas."""
     group, _ = gathered(replicas, spread)
-    for member, layout in enumerate(group.layouts):
+    for member in range(len(group.members)):
         for unit in (0, 1):
-            first, *others = parts(layout, group.units[unit])
+            first, *others = group.members[member].reduction.parts(group.units[unit])
             total = first.clone()
             for part in others:
                 total.add_(part)
@@ -95,12 +94,11 @@ def test_a_replica_reads_parts_where_that_is_less(replicas: int) -> None:
 def test_a_replica_waits_for_the_sums_of_all_others() -> None:
     group = HeapGroup(LAYOUT, 1, replicas=3)
     group.publish_all()
-    protocol = group.members[0].protocol
     for last in (1, 2):
         group.layouts[last].mine.board.store(Word.LEFT, 1)  # before it has added its part up
         with pytest.raises(PeerLostError, match=rf"waiting for rank {group.ranks[last]} to add up its part"):
-            gather_replicas(protocol, RemoteHeaps("group", None, protocol), USED)
+            group.members[0].reduction.gather(USED)
         group.layouts[last].mine.board.store(Word.REDUCED, 1)
-    gather_replicas(protocol, RemoteHeaps("group", None, protocol), USED)
+    group.members[0].reduction.gather(USED)
     assert group.layouts[0].mine.board.load(Word.REDUCED) == 1
     group.close()

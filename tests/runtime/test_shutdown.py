@@ -100,7 +100,7 @@ def test_nothing_stays_in_the_store(side: Make, store: Any) -> None:
     for number in range(3):
         two = [side(me, identity=f"{number}.abc").announce(calls=[number]) for me in (0, 1)]
         for one in two:
-            one.layout.attach_all()
+            one.protocol.attach_all()
             one.meet._store.set(one.meet._key(one.grid.me) + "/met", "1")
         for wait in [left(one) for one in two]:
             wait()

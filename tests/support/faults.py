@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import odc
 from odc import Settings, fully_shard
 from odc.fsdp import hooks
-from odc.protocol.push import Pusher
+from odc.protocol.push import HostRoute
 from odc.runtime import Member, Rendezvous, daemon
 from support.failing import STEPS, backward, until_watched
 from support.models import Case, build, tokens
@@ -210,7 +210,7 @@ def train(rank: int, world: int, fault: Fault, steps: int = STEPS) -> None:
     script.at("before_fully_shard")
     script.before(Member, "announce", "announce")
     script.before(Rendezvous, "connect", "connect")
-    script.before(Pusher, "push_to", "push")
+    script.before(HostRoute, "push_to", "push")
     shape, names = ((2, world // 2), ("outer", "inner")) if fault.replicas else ((world,), ("all",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     model: Any = build(fully_shard, Case(counts=((1,) * world,)), mesh, settings=fault.settings)

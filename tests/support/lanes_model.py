@@ -71,7 +71,7 @@ def _rank(device: Device, me: int, peers: Sequence[int]) -> Program:
 
 
 def _push(device: Device, me: int, peers: Sequence[int], unit: int) -> list[Step]:
-    """What the sender asks for and waits for to push one unit (`DevicePusher.push`)."""
+    """What the sender asks for and waits for to push one unit (`DeviceRoute.push`)."""
     steps = [Step("push", "wait", ("launched", me), unit)]
     if device.rule == "host":
         steps.append(Step("push", "wait", ("computed", me), unit))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from odc.hosts.links import Links
 from odc.net.liveness import Loss
 from odc.protocol import Word
+from odc.runtime import Endpoint
 from odc.runtime.service import Service
 from support.members import HeapGroup
 
@@ -33,6 +34,8 @@ class Linked:
         self.readers, self.filenos = dict[int, Callable[[], bool]](), dict[int, int]()
         self.links = {me: Links(group.layouts[me], functools.partial(self._report, me)) for me in members}
         self.services = {me: Service("group", group.layouts[me], links=links) for me, links in self.links.items()}
+        for me, links in self.links.items():
+            group.members[me] = Endpoint(group.layouts[me], group.notify, links=links)
 
     def _report(self, me: int, loss: Loss) -> None:
         self.services[me].lost(loss)

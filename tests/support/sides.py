@@ -9,6 +9,7 @@ from typing import Any
 from odc.memory import ShmHeap
 from odc.protocol import HeapLayout, MemberProtocol, RankGrid
 from odc.runtime import Daemon, Rendezvous, Service
+from odc.runtime.connect import RootEvents
 from odc.runtime.shutdown import HeapRelease
 from odc.settings import Settings
 from support.members import F32, Layout, units_of
@@ -32,13 +33,19 @@ class Side:
     ) -> None:
         settings = settings or Settings(timeout_s=60.0)
         self.grid, self.units = RankGrid(RANKS, 2, me), units_of(layout, settings, frozen)
-        self.meet = Rendezvous(store, identity, self.grid, settings.timeout_s)
-        self.meet.check = aborted
+        self.attached: list[tuple[int, int]] = []  # members and their processes
+        self.failures: list[tuple[str, int]] = []
+        events = RootEvents(aborted, lambda *peer: self.attached.append(peer), self._failed)
+        self.meet = Rendezvous(store, identity, self.grid, settings.timeout_s, events)
         self.heap = ShmHeap(identity, RANKS, me, self.meet.connect, settings.timeout_s)
         self.layout = HeapLayout(self.heap, self.grid, self.units, settings, "test")
         self.protocol = MemberProtocol(self.layout)
         self.service, self.daemon = Service(identity, self.layout), Daemon(RANKS[me])
         self.daemon.serve(self.service)
+
+    def _failed(self, reason: str, culprit: int) -> None:
+        self.failures.append((reason, culprit))
+        self.service.abort(reason, culprit)
 
     def announce(self, calls: Collection[int] = (), **changed: str) -> Side:
         said = {"address": self.daemon.address, "token": self.service.token, "digest": self.heap.digest} | changed

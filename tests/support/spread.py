@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from odc.errors import PeerLostError
-from odc.hosts.node import NodeCache, RemoteHeaps
-from odc.hosts.sums import HostSums, SumsReader
+from odc.hosts.cache import NodeCache
+from odc.hosts.heaps import RemoteHeaps
+from odc.hosts.sums import EarlySums, HostSums
 from odc.protocol import Word
-from odc.protocol.protocol import NoOtherHosts
-from odc.runtime.fetch import PublishedShards
+from odc.protocol.fetch import PublishedShards
 from odc.settings import Accumulate, Settings
+from odc.worker import Worker
 from support.linked import HOSTS
 from support.members import F32, HeapGroup, room
 
@@ -53,18 +54,21 @@ class Spread:
         self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0)
         self.group.attach_local()
         self.engines, self.heaps, self.caches = list[Copies](), list[RemoteHeaps](), list[NodeCache]()
-        self.sums, self.readers = list[HostSums](), list[SumsReader]()
+        self.workers, self.sums, self.readers = list[Worker](), list[HostSums](), list[EarlySums]()
         self.summed: list[tuple[int, int, dict[int, int]]] = []
         for me, member in enumerate(self.group.members):
             engine = Copies(self.group, me, only_into_own)
+            self.workers.append(Worker("odc-ahead"))
             heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
-            self.caches.append(NodeCache(member.protocol, heaps))
-            member.shards = PublishedShards(member.protocol, self.caches[-1])
-            member.protocol.links = _Sent(self, me)
+            self.caches.append(NodeCache(member.protocol, heaps, self.workers[-1]))
+            member.shards = PublishedShards(member.protocol, self.caches[-1].fill)
             self.engines.append(engine)
             self.heaps.append(heaps)
-            self.sums.append(HostSums(member.protocol))
-            self.readers.append(SumsReader(member.protocol, heaps))
+            self.readers.append(EarlySums(member.protocol, heaps, self.workers[-1], functools.partial(self._send, me)))
+            self.sums.append(self.readers[-1].sums)
+
+    def _send(self, member: int, epoch: int, counts: dict[int, int]) -> None:
+        self.summed.append((member, epoch, dict(counts)))
 
     def publish(self, value: float = 0.0) -> None:
         for member in range(4):
@@ -111,14 +115,6 @@ class Spread:
         for cache, reader in zip(self.caches, self.readers, strict=True):
             cache.close()
             reader.close()
-        for heaps in self.heaps:
-            heaps.worker.close(60.0)  # its thread holds the heaps
+        for worker in self.workers:
+            worker.close(60.0)  # its thread holds the heaps
         self.group.close()
-
-
-class _Sent(NoOtherHosts):
-    def __init__(self, spread: Spread, member: int) -> None:
-        self._spread, self._member = spread, member
-
-    def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
-        self._spread.summed.append((self._member, epoch, dict(counts)))

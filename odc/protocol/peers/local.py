@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
 from odc.protocol.peers.board import PeerBoard
+from odc.protocol.sink import WordSink
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
 
@@ -17,25 +16,19 @@ _AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.
 
 
 class PushedWords(Words):
-    """This rank's board in a job over several hosts: what is stored is sent to the other hosts, and wakes waiting
-    threads.
+    """This rank's board in a job over several hosts: what is stored goes into `sink`, and wakes waiting threads."""
 
-    `stored` gets the index and the value of every word after it was stored; `refresh` is called now and then by a
-    thread that waits, for what need not be sent at once.
-    """
+    __slots__ = ("_sink",)
 
-    __slots__ = ("refresh", "stored")
-
-    def __init__(self, address: int, count: int, keepalive: object) -> None:
+    def __init__(self, address: int, count: int, keepalive: object, sink: WordSink) -> None:
         super().__init__(address, count, keepalive)
-        self.stored: Callable[[int, int], None] = lambda index, value: None
-        self.refresh: Callable[[], None] = lambda: None
+        self._sink = sink
 
     def store(self, i: int, value: int) -> None:
         super().store(i, value)
         if i in _AWAITED:
             self.wake(i)
-        self.stored(int(i), value)
+        self._sink.stored(int(i), value)
 
 
 class LocalPeer(PeerBoard):
@@ -78,11 +71,10 @@ class LocalPeer(PeerBoard):
     def board(self) -> Words:
         return self._pushed or self._heap.words(self.member, "board")
 
-    def push_board(self) -> PushedWords:
+    def push_board(self, sink: WordSink) -> None:
         """Send what is stored in this rank's own board, from now on."""
         words = self._heap.words(self.member, "board")
-        self._pushed = PushedWords(self._heap.address(self.member, "board"), len(words), words)
-        return self._pushed
+        self._pushed = PushedWords(self._heap.address(self.member, "board"), len(words), words, sink)
 
     @property
     def sent(self) -> Words:

@@ -7,9 +7,6 @@ docs/protocol.md writes the rest.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
@@ -17,50 +14,6 @@ from odc.protocol.grid import RankGrid
 from odc.protocol.peers.board import REASON_BYTES, PeerBoard
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import BOARD_WORDS
-
-_LINE = 64
-
-
-def mirror_requests(grid: RankGrid, parameters: int) -> list[tuple[str, int]]:
-    """Regions of every heap that hold the words of one member on each other host."""
-    rows = grid.host_count - 1
-    return [
-        ("mirror/board", rows * BOARD_WORDS * 8),
-        ("mirror/reason", rows * REASON_BYTES),
-        ("mirror/abandoned", rows * 2 * REASON_BYTES),
-        ("mirror/pushes", rows * max(1, parameters) * 8),
-    ]
-
-
-def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sums_bytes: int) -> list[tuple[str, int]]:
-    """Regions of every heap for the node cache and the node sums, where shards span nodes. `sums_bytes` are those of a
-    node's sums for one member.
-    """
-    rows, count = nodes.host_count - 1, max(1, len(units))
-    requests = [
-        ("node/claims", rows * count * 2 * 8),
-        ("node/cached", rows * count * 8),
-        ("node/mutexes", rows * count * 2 * MUTEX_BYTES),
-    ]
-    for row in range(rows):
-        requests += [(f"cache/{row}/{unit.index}", max(_LINE, unit.published_bytes)) for unit in units]
-        requests.append((f"sums/{row}", max(_LINE, sums_bytes)))
-    return requests
-
-
-def arena_requests(grid: RankGrid, regions: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Regions of every heap that hold further words of one member on each other host: bytes by the region's name."""
-    rows = grid.host_count - 1
-    return [(f"mirror/{name}", rows * nbytes) for name, nbytes in regions.items()] if rows else []
-
-
-def starts(units: tuple[UnitSpec, ...], shares: int = 1, dtype: torch.dtype | None = None) -> list[int]:
-    """For each unit the bytes before its accumulator among those of all units, and the bytes of all.
-
-    One of `shares` is kept of each, in `dtype` if it is not that of the accumulators.
-    """
-    sizes = (-(-unit.numel // shares) * (dtype or unit.accumulator_dtype).itemsize for unit in units)
-    return [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
 
 
 class RemotePeer(PeerBoard):
@@ -104,7 +57,7 @@ class RemotePeer(PeerBoard):
         return self._heap.tensor(self.column, "mirror/pushes", torch.int64, offset=start, numel=self._parameters)
 
     def mirrored(self, name: str) -> Words:
-        """Words of the member's region `name` (see `arena_requests`)."""
+        """The mirror of the member's region `name` (`odc.protocol.regions.arena_requests`)."""
         count = self._heap.layout.size(f"mirror/{name}") // 8 // self._rows
         return _words(self._heap, self.column, f"mirror/{name}", self.row * count, count)
 

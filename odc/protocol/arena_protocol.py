@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from odc.hosts.links import Links
 from odc.memory import Words
-from odc.net.messages import EntryWords, TakenWords
 from odc.protocol.grid import RankGrid
-from odc.protocol.peers.remote import arena_requests
 from odc.protocol.protocol import MemberProtocol
-from odc.protocol.words import EntryWord, Word
+from odc.protocol.regions import arena_requests
+from odc.protocol.words import ARENA_TABLE, ARENA_TAKEN, EntryWord, Word
+
+_COPIED = "arena/copied"
 
 
 class AbsentMember(Exception):
-    """A member that was to put something takes no part any more; for who has set `ArenaWords.absent` to catch."""
+    """A member that was to put something takes no part any more; see `ArenaWords`."""
 
 
 class ArenaWords:
@@ -26,33 +26,22 @@ class ArenaWords:
     COPIED of a channel and a reader says up to which step that reader has copied it; the reader alone writes it.
     `channel` is a number, `reader` and `owner` are members.
 
+    `absent(member)` is whether a member will put and copy nothing more.
+
     Over hosts an owner's entry is pushed to the hosts of its readers, and a reader keeps COPIED of a remote owner
     itself, as TAKEN of the channel and the owner, and pushes it to the owner's host.
     """
 
-    TABLE, COPIED, TAKEN = "arena/table", "arena/copied", "arena/taken"
-
-    def __init__(self, protocol: MemberProtocol, channels: int, links: Links | None) -> None:
+    def __init__(self, protocol: MemberProtocol, absent: Callable[[int], bool] = lambda member: False) -> None:
         self._protocol, self._heap, self._grid = protocol, protocol.layout.heap, protocol.grid
-        self._links = links
-        self.absent: Callable[[int], bool] = lambda member: False  # whether a member will put and copy nothing more
-        if links is not None:
-            sizes = {"entries": len(EntryWord) * channels, "taken": channels * len(self._grid.ranks)}
-            links.mirror(sizes, self._stored)
+        self.absent = absent
 
-    @classmethod
-    def requests(cls, channels: int, grid: RankGrid) -> list[tuple[str, int]]:
+    @staticmethod
+    def requests(channels: int, grid: RankGrid) -> list[tuple[str, int]]:
         """Regions of words that a heap with an arena needs, and their bytes."""
-        entries, copied = 8 * len(EntryWord) * channels, 8 * channels * len(grid.ranks)
-        mirrors = arena_requests(grid, {"entries": entries, "taken": copied})
-        return [(cls.TABLE, entries), (cls.COPIED, copied), *([(cls.TAKEN, copied)] if mirrors else []), *mirrors]
-
-    def _stored(self) -> tuple[EntryWords, TakenWords]:
-        """All of this rank's words."""
-        table, taken = (self._heap.words(self._grid.me, region) for region in (self.TABLE, self.TAKEN))
-        return EntryWords(0, tuple(map(table.load, range(len(table))))), TakenWords(
-            0, tuple(map(taken.load, range(len(taken))))
-        )
+        copied = 8 * channels * len(grid.ranks)
+        sent = {ARENA_TABLE: 8 * len(EntryWord) * channels, **({ARENA_TAKEN: copied} if grid.remote else {})}
+        return [*sent.items(), (_COPIED, copied), *arena_requests(grid, sent)]
 
     def await_copied(self, channel: int, step: int, reader: int, what: str) -> None:
         """Wait until `reader` has copied this rank's entry of `step`, or is absent; errors name `what`."""
@@ -69,8 +58,8 @@ class ArenaWords:
         members = len(self._grid.ranks)
         if self._grid.is_remote(reader):
             peer = self._protocol.layout.remote(reader)
-            return peer.attached and peer.mirrored("taken").load(channel * members + self._grid.me) >= step
-        return self._heap.words(self._grid.me, self.COPIED).load(channel * members + reader) >= step
+            return peer.attached and peer.mirrored(ARENA_TAKEN).load(channel * members + self._grid.me) >= step
+        return self._heap.words(self._grid.me, _COPIED).load(channel * members + reader) >= step
 
     def awaits(self, channel: int, step: int, reader: int) -> bool:
         """Whether a reader on another host has yet to copy this rank's entry, as far as is known. Does not wait."""
@@ -82,7 +71,7 @@ class ArenaWords:
 
     def show(self, channel: int, step: int, offset: int, nbytes: int, signature: int, readers: Sequence[int]) -> None:
         """STEP: the entry, which lies at `offset` of this rank's arena, is written."""
-        words, base = self._heap.words(self._grid.me, self.TABLE), len(EntryWord) * channel
+        words, base = self._heap.words(self._grid.me, ARENA_TABLE), len(EntryWord) * channel
         words.store(base + EntryWord.OFFSET, offset)
         words.store(base + EntryWord.NBYTES, nbytes)
         words.store(base + EntryWord.SIGNATURE, signature)
@@ -90,10 +79,8 @@ class ArenaWords:
         if step > board.load(Word.PUBLISHED):
             board.store(Word.PUBLISHED, step)  # for messages: the newest step
         words.store(base + EntryWord.STEP, step)  # release: the bytes and the words above are visible before it
-        if self._links is not None:
-            entry = EntryWords(base, (step, offset, nbytes, signature))
-            for host in sorted({self._grid.host(reader) for reader in readers if self._grid.is_remote(reader)}):
-                self._links.send_to_host(host, entry)
+        for host in sorted({self._grid.host(reader) for reader in readers if self._grid.is_remote(reader)}):
+            self._protocol.sink.send_words(host, ARENA_TABLE, base, (step, offset, nbytes, signature))
 
     def await_entry(self, channel: int, step: int, owner: int, what: str) -> tuple[int, int, int, int]:
         """Wait until `owner` shows `step` or a later one; returns its step, offset, bytes and signature.
@@ -121,16 +108,16 @@ class ArenaWords:
 
     def _entries(self, owner: int) -> Words:
         if self._grid.is_remote(owner):
-            return self._protocol.layout.remote(owner).mirrored("entries")
-        return self._heap.words(owner, self.TABLE)
+            return self._protocol.layout.remote(owner).mirrored(ARENA_TABLE)
+        return self._heap.words(owner, ARENA_TABLE)
 
     def done(self, channel: int, step: int, owner: int) -> None:
         """COPIED, or TAKEN: this rank has copied what it needs of the owner's entry."""
         members = len(self._grid.ranks)
-        if self._links is not None and self._grid.is_remote(owner):
+        if self._grid.is_remote(owner):
             at = channel * members + owner
-            self._heap.words(self._grid.me, self.TAKEN).store(at, step)
-            self._links.send_to_host(self._grid.host(owner), TakenWords(at, (step,)))
+            self._heap.words(self._grid.me, ARENA_TAKEN).store(at, step)
+            self._protocol.sink.send_words(self._grid.host(owner), ARENA_TAKEN, at, (step,))
         else:
-            words = self._heap.words(owner, self.COPIED)
+            words = self._heap.words(owner, _COPIED)
             words.store(channel * members + self._grid.me, step)  # release: the copies are over

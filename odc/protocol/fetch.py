@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from odc.hosts.node import NodeCache
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
 
 
 class PublishedShards:
-    """The published shards of one root. `publish` on the rank's main thread, `fetch` on the fetch thread as well."""
+    """The published shards of one root. `publish` on the rank's main thread, `fetch` on the fetch thread as well.
 
-    def __init__(self, protocol: MemberProtocol, cache: NodeCache | None = None) -> None:
+    `prefill(unit, lane)` brings what lies on other nodes to where `HeapLayout.holder` says, once it is published.
+    """
+
+    def __init__(self, protocol: MemberProtocol, prefill: Callable[[UnitSpec, str], None] | None = None) -> None:
         self._protocol, self._layout = protocol, protocol.layout
         self.count = protocol.grid.shards  # shards of each parameter
         self._owners = protocol.grid.shard_group_from_next()
-        self._cache = cache  # where some owners are on other nodes
+        self._prefill = prefill
         self._sources = [(owner % self.count, self._layout.holder(owner)) for owner in self._owners]
 
     @torch.no_grad()
@@ -48,8 +50,8 @@ class PublishedShards:
         """
         protocol = self._protocol
         protocol.await_published(self._owners, lane)
-        if self._cache is not None:
-            self._cache.fill(unit, lane)
+        if self._prefill is not None:
+            self._prefill(unit, lane)
         sources = [(shard, peer.published_bytes(unit, protocol.epoch)) for shard, peer in self._sources]
         offsets = [spec.published_offset for spec in unit.params]
         self._layout.mover.gather(destinations, offsets, self.count, sources)

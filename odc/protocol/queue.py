@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from odc.errors import OdcError, UnsupportedError
-from odc.hosts.node import RemoteHeaps
+from odc.protocol.heap_reader import HeapReader
 from odc.protocol.layout import HeapLayout
 from odc.protocol.packed import PackedMicrobatch, unpack
 from odc.protocol.protocol import HOME, MemberProtocol
@@ -42,7 +42,7 @@ class Queue:
     `heaps` reads what members of other hosts offer, and claims where home is one of them.
     """
 
-    def __init__(self, protocol: MemberProtocol, heaps: RemoteHeaps) -> None:
+    def __init__(self, protocol: MemberProtocol, heaps: HeapReader) -> None:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
         self._order: list[tuple[int, int, int]] | None = None  # (member, offset, bytes), longest first
         self.offered = 0  # the newest epoch in which this rank did
@@ -96,7 +96,7 @@ class Queue:
             self._protocol.note_total(len(self._order))
         if self.drained == epoch:
             return None
-        number = self._next_number()
+        number = self._heaps.claim()
         if number >= len(self._order):
             self.drained = epoch
             return None
@@ -119,18 +119,9 @@ class Queue:
         return self._newest == count - 1 or self._handed_out() >= count
 
     def _handed_out(self) -> int:
-        if not self._protocol.grid.is_remote(HOME):
-            return self._protocol.claims_at_home()
-        if self._known[0] != self._newest:
-            self._known = self._newest, self._heaps.claims(HOME)
+        if self._known[0] != self._newest or not self._protocol.grid.is_remote(HOME):
+            self._known = self._newest, self._heaps.claims()
         return self._known[1]
-
-    def _next_number(self) -> int:
-        if not self._protocol.grid.is_remote(HOME):
-            return self._protocol.claim_at_home()
-        number = self._heaps.claim(HOME)
-        self._protocol.note_claim(number)
-        return number
 
     def _copy(self, member: int, offset: int, nbytes: int, what: str) -> torch.Tensor:
         """uint8 [nbytes] from `offset` of what a member offers."""

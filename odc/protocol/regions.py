@@ -1,0 +1,196 @@
+"""What lies where in the heap of a root: board, published shards, accumulators, staging rings. Arithmetic alone.
+
+Every size is fixed when the root is initialised, from its units alone (docs/architecture.md, "Memory").
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from odc.errors import UnsupportedError
+from odc.memory import MUTEX_BYTES
+from odc.protocol.grid import RankGrid
+from odc.protocol.peers.board import REASON_BYTES
+from odc.protocol.units import UnitSpec
+from odc.protocol.words import BOARD_WORDS
+from odc.settings import Settings
+
+HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
+_BLOCK_BYTES, _WHOLE = 1 << 20, 1 << 62  # of a staging block on the CPU and, all there is, on a device
+_LANDING_BYTES = 16 << 20
+_LINE = 64
+WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Of regions, by the first part of their names.
+_ACCOUNTS = {"headers": "words", "arrived": "sums", "wire": "sums", "landing": "cache"}
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Shape of every staging ring: `slots` blocks of `slot_bytes`."""
+
+    slots: int
+    slot_bytes: int
+
+    @classmethod
+    def fit(cls, units: Sequence[UnitSpec], block_bytes: int) -> Ring:
+        """Two blocks at least, no more than 2 x the largest chunk in all: gradients travel in the compute dtype."""
+        chunk = max((-(-unit.pushed_bytes // 64) * 64 for unit in units), default=64)
+        slot = max(64, min(block_bytes, chunk))
+        return cls(max(2, 2 * chunk // slot), slot)
+
+
+class Regions:
+    """The regions of a root's heap, which are the same in that of every member.
+
+    Attributes:
+        param_base: for each unit the number of parameters in the units before it.
+        buffers: published versions side by side, 1 or 2.
+        shares: into which replicas divide what they accumulated, to sum one each; 1 where each sums all of it.
+        sums_at: for each unit the bytes before its accumulators among the sums of all units, and the bytes of all.
+        spans_hosts: whether shards lie on several hosts, each a node: sums leave as they are complete.
+        rounded: the dtype in which sums cross the network, if it is not the accumulators'.
+        wire_at: as `sums_at`, of the sums as they cross.
+        stages: whether pushes to other ranks of the shard group go through staging slots.
+    """
+
+    def __init__(self, grid: RankGrid, units: Sequence[UnitSpec], settings: Settings, on_device: bool) -> None:
+        self.grid, self.units, self.settings, self._on_device = grid, tuple(units), settings, on_device
+        self.param_base = [0]
+        for unit in self.units:
+            self.param_base.append(self.param_base[-1] + len(unit.params))
+        most = _WHOLE if self._on_device else _BLOCK_BYTES  # a device copies a chunk at once; every block is a wait
+        self.ring = Ring.fit(self.units, settings.staging_block_bytes or most)
+        self.buffers = 2 if settings.second_buffer else 1
+        replicas = len(grid.replica_group)
+        self.shares = replicas if replicas > 2 else 1  # two read as much either way
+        self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts
+        # Every rank of a host adds to its sums; in CPU memory to the accumulators there as well.
+        self.stages = settings.accumulate == "server" and (self._on_device or not self.spans_hosts)
+        _refuse_rounding(self, settings.sums_dtype)
+        self.rounded = torch.bfloat16 if self.spans_hosts and settings.sums_dtype == "bfloat16" else None
+        self.sums_at = starts(self.units, self.shares)
+        self.wire_at = starts(self.units, self.shares, self.rounded)
+
+    def requests(self) -> list[tuple[str, int]]:
+        """Every region of a rank's heap, by name, and its bytes."""
+        members = len(self.grid.ranks)
+        requests = [
+            ("board", BOARD_WORDS * 8),
+            ("reason", REASON_BYTES),
+            ("abandoned", 2 * REASON_BYTES),
+            ("sent", members * 8),
+            ("accumulated", members * 8),
+            ("pushes", max(1, members * self.param_base[-1]) * 8),
+            ("mutexes", max(1, len(self.units)) * MUTEX_BYTES),
+        ]
+        # Side by side, because readers outside the job may read this range and nothing else: see `published_range`.
+        requests += [(f"published/{one.index}", max(64, self.buffers * one.published_bytes)) for one in self.units]
+        requests += [(f"accumulator/{one.index}", max(64, one.accumulator_bytes)) for one in self.units]
+        if self.stages:
+            for distance in range(1, len(self.grid.nodes.local_shard_group)):
+                requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
+                requests.append((f"staging/{distance}", self.ring.slots * self.ring.slot_bytes))
+        if self.settings.queue_bytes:
+            requests += [("claimed", 64), ("queue", -(-self.settings.queue_bytes // 64) * 64)]
+        return requests + self._requests_over_nodes()
+
+    def _requests_over_nodes(self) -> list[tuple[str, int]]:
+        grid = self.grid
+        requests = mirror_requests(grid, self.param_base[-1]) if grid.remote else []
+        if grid.nodes.shards_span_hosts:
+            requests += node_requests(grid.nodes, self.units, self.sums_at[-1])
+            if self._reads_land:
+                most = max((unit.published_bytes for unit in self.units), default=_LANDING_BYTES)
+                requests.append(("landing", max(64, min(_LANDING_BYTES, most))))
+        if self.spans_hosts:
+            requests.append(("node/lasts", max(1, len(self.units)) * 2 * 8))
+        if self.rounded is not None:
+            requests += [(f"wire/{row}", max(64, self.wire_at[-1])) for row in range(grid.host_count - 1)]
+        arrived = max(64, self.wire_at[-1])
+        return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
+
+    @property
+    def contributors(self) -> tuple[int, ...]:
+        """Members on other hosts whose memory holds a part of this rank's gradients, in the order of their parts: its
+        partners, with their nodes' sums, or its replicas, with their accumulators.
+        """
+        nodes = self.grid.nodes
+        found = nodes.partners if nodes.shards_span_hosts else self.grid.replica_group
+        return tuple(member for member in found if self.grid.is_remote(member))
+
+    @property
+    def _reads_land(self) -> bool:
+        """Whether this rank reads from other hosts into memory of its peers' devices."""
+        return self._on_device and bool(self.grid.remote) and self.grid.nodes.shards_span_hosts
+
+    def buffer_offset(self, unit: UnitSpec, epoch: int) -> int:
+        """Bytes from the start of a unit's published region to the buffer that holds `epoch`."""
+        return epoch % self.buffers * unit.published_bytes
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes by purpose: published, accumulator, staging, queue, words; over nodes also cache and sums."""
+        account = {"published": 0, "accumulator": 0, "staging": 0, "queue": 0, "words": 0}
+        if self.grid.nodes.remote:
+            account |= {"cache": 0, "sums": 0}
+        for name, nbytes in self.requests():
+            kind = name.split("/")[0]
+            account[_ACCOUNTS.get(kind, kind if kind in account else "words")] += nbytes
+        return account
+
+
+def _refuse_rounding(regions: Regions, sums_dtype: str) -> None:
+    """Raise `UnsupportedError` where sums cannot be rounded as the settings say; on one host none cross."""
+    if not regions.grid.remote or sums_dtype == "accumulator":
+        return
+    where = f"rank {regions.grid.rank}: Settings(sums_dtype={sums_dtype!r})"
+    if not regions.spans_hosts:
+        raise UnsupportedError(f"{where} is for a mesh whose shards lie on several hosts")
+    for unit in regions.units:
+        if unit.accumulator_dtype == torch.float64:
+            raise UnsupportedError(f"{where} would round the fp64 sums of unit {unit.name!r}")
+
+
+def mirror_requests(grid: RankGrid, parameters: int) -> list[tuple[str, int]]:
+    """Regions of every heap that hold the words of one member on each other host."""
+    rows = grid.host_count - 1
+    return [
+        ("mirror/board", rows * BOARD_WORDS * 8),
+        ("mirror/reason", rows * REASON_BYTES),
+        ("mirror/abandoned", rows * 2 * REASON_BYTES),
+        ("mirror/pushes", rows * max(1, parameters) * 8),
+    ]
+
+
+def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sums_bytes: int) -> list[tuple[str, int]]:
+    """Regions of every heap for the node cache and the node sums, where shards span nodes. `sums_bytes` are those of a
+    node's sums for one member.
+    """
+    rows, count = nodes.host_count - 1, max(1, len(units))
+    requests = [
+        ("node/claims", rows * count * 2 * 8),
+        ("node/cached", rows * count * 8),
+        ("node/mutexes", rows * count * 2 * MUTEX_BYTES),
+    ]
+    for row in range(rows):
+        requests += [(f"cache/{row}/{unit.index}", max(_LINE, unit.published_bytes)) for unit in units]
+        requests.append((f"sums/{row}", max(_LINE, sums_bytes)))
+    return requests
+
+
+def arena_requests(grid: RankGrid, regions: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Regions of every heap that mirror these ones, of so many bytes, of one member on each other host."""
+    rows = grid.host_count - 1
+    return [(f"mirror/{name}", rows * nbytes) for name, nbytes in regions.items()] if rows else []
+
+
+def starts(units: tuple[UnitSpec, ...], shares: int = 1, dtype: torch.dtype | None = None) -> list[int]:
+    """For each unit the bytes before its accumulator among those of all units, and the bytes of all.
+
+    One of `shares` is kept of each, in `dtype` if it is not that of the accumulators.
+    """
+    sizes = (-(-unit.numel // shares) * (dtype or unit.accumulator_dtype).itemsize for unit in units)
+    return [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]
