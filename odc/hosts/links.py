@@ -1,7 +1,7 @@
 """The links of one root: a TCP connection to the member with this rank's index on every other host.
 
 This rank pushes its words there as it stores them, each once a host, with the texts and counts that explain them before
-them in the same stream. What arrives goes into the mirror in this rank's heap, where every rank of this host looks. The
+them in the same stream. What arrives goes into the mirror in this rank's heap, where each rank of this host reads. The
 daemon reads; the thread that stores a word writes, which never waits for long: the kernel's buffer takes more than an
 epoch's words. A link that breaks ends the job.
 """
@@ -213,20 +213,14 @@ class Links:
             **{_ARENA[region]: count for region, count in self._words.items()},
             ReadableSums: 2 * len(self._layout.units),
         }
-        messages, heard = MessageReader(limits), False
+        reader = MessageReader(limits)
 
         def read() -> bool:
-            nonlocal heard
             try:
-                # Once: the daemon calls again if there is more, and serves all others before.
-                data = link.receive()
-                if data == b"":
-                    raise ConnectionResetError("end of the stream")
-                heard = heard or data is not None
-                for message in messages.feed(data or b""):
+                for message in link.messages(reader):
                     self._take(link.member, message, summed)
             except (OSError, MalformedMessageError) as error:
-                if not heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
+                if not reader.heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
                     self.missed(link.member)
                 else:
                     self._end(link, error)

@@ -5,7 +5,7 @@ host after its own, as torchrun numbers them: a ring of each index. Each end ann
 it shuts down. An end between the two is a death, which goes around the ring, and into the job's store for ranks that
 wait there. Once a root has a link, the link reports it.
 
-Both ends of a pair store where they listen before they look for the other, so at least one of them finds it. A rank
+Both ends of a pair store where they listen before they dial the other, so at least one of them finds it. A rank
 that ends before that, or before its first sharded module, is missed. A neighbour that cannot be reached is not taken
 for dead: with `Settings(address=...)` on the root alone it may be well.
 """
@@ -45,18 +45,19 @@ def neighbours(rank: int) -> list[int]:
     return sorted({(rank + here) % world, (rank - here) % world})
 
 
-class _Neighbour:
+class _Neighbour(HostLink):
     """One connection, and the state of its other end."""
 
-    def __init__(self, link: HostLink) -> None:
-        self.link, self.messages = link, MessageReader(_LIMITS)
-        self.watches = self.left = False
+    def __init__(self, rank: int, connection: socket.socket, lost_after_s: float) -> None:
         self.reading: Registration | None = None
+        super().__init__(rank, connection, lost_after_s)
+        self.reader = MessageReader(_LIMITS)
+        self.watches = self.left = False
 
     def close(self) -> None:
         if self.reading is not None:
             self.reading.cancel()
-        self.link.close()
+        super().close()
 
 
 class HostWatch:
@@ -84,7 +85,7 @@ class HostWatch:
 
     def watched(self) -> set[int]:
         """The neighbours whose death would be noticed now."""
-        return {neighbour.link.member for neighbour in list(self._connected) if neighbour.watches}
+        return {neighbour.member for neighbour in list(self._connected) if neighbour.watches}
 
     def wait_for_network(self, lost_after_s: float) -> None:
         """Take an interruption of the network for a death only after so long, from now on."""
@@ -92,7 +93,7 @@ class HostWatch:
             self._lost_after_s = lost_after_s
             for neighbour in self._connected:
                 with contextlib.suppress(OSError):  # it has ended, which the loop will notice
-                    neighbour.link.wait_for_network(lost_after_s)
+                    neighbour.wait_for_network(lost_after_s)
 
     # connections -------------------------------------------------------------------------------------------------
 
@@ -116,26 +117,23 @@ class HostWatch:
             connection.close()
 
     def _adopt(self, connection: socket.socket, rank: int) -> None:
-        neighbour = _Neighbour(HostLink(rank, connection, self._lost_after_s))
+        neighbour = _Neighbour(rank, connection, self._lost_after_s)
         with self._lock:
             if self._closed:
-                neighbour.link.close()
+                neighbour.close()
                 return
             self._connected.append(neighbour)
-            _send(neighbour.link, Watching(until_now=0))
+            _send(neighbour, Watching(until_now=0))
         for loss in self._liveness.losses():
-            _send(neighbour.link, _message(loss))
+            _send(neighbour, _message(loss))
         read = functools.partial(self._read, neighbour)
-        neighbour.reading = self._reactor.on_readable(neighbour.link.fileno(), read)
+        neighbour.reading = self._reactor.on_readable(neighbour.fileno(), read)
 
     # what they send ----------------------------------------------------------------------------------------------
 
     def _read(self, neighbour: _Neighbour) -> None:
         try:
-            data = neighbour.link.receive()
-            if data == b"":
-                raise ConnectionResetError("end of the stream")
-            for message in neighbour.messages.feed(data or b""):
+            for message in neighbour.messages(neighbour.reader):
                 self._take(neighbour, message)
         except (OSError, MalformedMessageError) as error:
             self._drop(neighbour, error)
@@ -153,7 +151,7 @@ class HostWatch:
             neighbour.close()
         if neighbour.left or not neighbour.watches:
             return
-        rank = named = neighbour.link.member
+        rank = named = neighbour.member
         if isinstance(error, ConnectionResetError | BrokenPipeError):
             reason = f"rank {rank} died: its connection to rank {self._rank}, which watches it, has ended"
         elif isinstance(error, MalformedMessageError):
@@ -169,7 +167,7 @@ class HostWatch:
     def _cut_off(self, rank: int) -> tuple[int, int]:
         """Of this rank and the neighbour `rank`, between which the network has been cut: the one to name, the other."""
         with self._lock:
-            silent = {one.link.member for one in self._connected if one.link.silent()} | {rank}
+            silent = {one.member for one in self._connected if one.silent()} | {rank}
         known = {self._rank, *self._neighbours}
         named, _ = side_to_blame(known - silent, silent, min(known))
         return (rank, self._rank) if rank in named else (self._rank, rank)
@@ -177,7 +175,7 @@ class HostWatch:
     def _pass_on(self, loss: Loss) -> None:
         if self._liveness.is_first(loss):
             for neighbour in self._connected:
-                _send(neighbour.link, _message(loss))
+                _send(neighbour, _message(loss))
 
     # ending ------------------------------------------------------------------------------------------------------
 
@@ -186,8 +184,8 @@ class HostWatch:
         with self._lock:
             self._closed = True
             for neighbour in self._connected:
-                _send(neighbour.link, Watching(until_now=1))
-                neighbour.link.hang_up()
+                _send(neighbour, Watching(until_now=1))
+                neighbour.hang_up()
         self.close()
 
     def close(self) -> None:

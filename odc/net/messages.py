@@ -43,7 +43,7 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class PushCounts:
-    """The sender's push counts from parameter `first` on; before the word that says that they are complete."""
+    """The sender's push counts from parameter `first` on; before the word by which they are complete."""
 
     first: int
     values: tuple[int, ...]
@@ -135,16 +135,17 @@ def encode(message: Message) -> bytes:
 
 class MessageReader:
     """Cuts a stream into messages. `limits` are the classes that may come, each with the most bytes of its text, or the
-    most integers of its tuple.
+    most integers of its tuple. `heard` is whether anything has come yet.
     """
 
     def __init__(self, limits: Mapping[type[Message], int]) -> None:
         self._limits = {_CODES[of].kind: (_CODES[of], limit) for of, limit in limits.items()}
-        self._buffer = bytearray()
+        self._buffer, self.heard = bytearray(), False
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """The messages that `data` completes; raises MalformedMessageError at the first that no rank would send."""
         self._buffer += data
+        self.heard = self.heard or bool(data)
         while len(self._buffer) >= _HEAD.size:
             kind, nbytes = _HEAD.unpack_from(self._buffer)
             code = self._code(kind, nbytes)

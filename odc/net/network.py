@@ -86,7 +86,7 @@ class HostNetwork:
     def open(self, settings: Settings) -> None:
         """Let roots with `settings` use it: make the engine, if no root has yet.
 
-        A listener that was made for the watch, by the settings of another module, moves where these say otherwise.
+        A listener that was made for the watch, by the settings of another module, moves where these name another place.
         Raises UnsupportedError if a root uses it, and `settings` name other places, another secret or lost_after_s.
         """
         if self._engine is not None:

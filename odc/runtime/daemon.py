@@ -239,8 +239,8 @@ def daemon(rank: int) -> Daemon:
                 _daemon = Daemon(rank)
             except OSError as error:
                 other = "look at what the container or sandbox of this process allows (odc doctor)"
-                said = f"rank {rank} cannot start its server daemon ({error}); {remedy(error, other)}"
-                raise UnsupportedError(said) from error
+                reason = f"rank {rank} cannot start its server daemon ({error}); {remedy(error, other)}"
+                raise UnsupportedError(reason) from error
         return _daemon
 
 

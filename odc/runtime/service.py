@@ -154,7 +154,7 @@ class Service:
 
 
 def _described(board: Words, rank: int, host: int) -> dict[str, Any]:
-    """What a member's board says, here or in a mirror."""
+    """What a member's board shows, here or in a mirror."""
     waiting = board.load(Word.WAITING)
     try:
         state = RootState(board.load(Word.STATE)).name.lower()

@@ -102,7 +102,7 @@ def ring(make: Make) -> list[Rank]:
 def limits(rank: Rank) -> set[int]:
     """Milliseconds of silence after which the kernel ends its connections to neighbours."""
     option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-    return {one.link._connection.getsockopt(*option) for one in rank.watch._connected}
+    return {one._connection.getsockopt(*option) for one in rank.watch._connected}
 
 
 def test_connections_wait_for_the_network_as_the_settings_say_then_and_later(make: Make) -> None:
