@@ -159,21 +159,19 @@ class HostNetwork:
     def dial_if_listening(self, rank: int, purpose: str) -> socket.socket | None:
         """As `dial`, but waits for no rank: None if it does not listen yet."""
         found = self.store.find(_key(rank))
-        return None if found is None else self._dial_at(json.loads(found), rank, purpose, 0.0, no_check)
+        return None if found is None else self._dial_at(_decoded(found), rank, purpose, 0.0, no_check)
 
     def _dial_at(
         self, address: tuple[str, int], rank: int, purpose: str, timeout_s: float, check: Check
     ) -> socket.socket:
-        where = str(address[0]), int(address[1])
-        return dial(where, self._secret, self.rank, rank, purpose, timeout_s, check, self.lost_after_s)
+        return dial(address, self._secret, self.rank, rank, purpose, timeout_s, check, self.lost_after_s)
 
     def address_of(self, rank: int, check: Check = no_check) -> tuple[str, int]:
         """Where the listener of `rank` (global) is; waits, and raises, as `dial`."""
         doing = f"waiting for rank {rank} to listen for other hosts"
         late = f"rank {self.rank}, {doing}: it has not in {self.store.timeout_s:g} s"
         found = self.store.await_key(_key(rank), late, culprit=rank, check=lambda: check(doing))
-        address: tuple[str, int] = json.loads(found)
-        return address
+        return _decoded(found)
 
     def export_secret(self, identity: str) -> bytes:
         """The secret that admits a process outside the job to the weights of a root."""
@@ -243,6 +241,11 @@ def _admitted(connection: socket.socket, secret: bytes, me: int, rank: int, purp
         raise
     connection.settimeout(None)
     return connection
+
+
+def _decoded(address: bytes) -> tuple[str, int]:
+    host, port = json.loads(address)
+    return str(host), int(port)
 
 
 def _key(rank: int) -> str:
