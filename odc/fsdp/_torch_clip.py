@@ -1,7 +1,7 @@
-"""torch's functions that clip gradients, made to ask first.
+"""A hook before torch's functions that clip gradients.
 
-torch has no hook for clipping, and a loop imports `clip_grad_norm_` by name long before it shards a model. Both
-functions are wrappers made with `_no_grad`, which call what their closure holds: `install` puts the question there.
+torch has none, and a loop imports `clip_grad_norm_` by name long before it shards a model. Both functions are wrappers
+made with `_no_grad`, which call what their closure holds: `install` puts the hook there.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def install(before: Callable[[str, list[torch.Tensor]], None]) -> None:
     raise.
     """
     for cell in _CELLS:
-        cell.cell_contents = _asking(cell.cell_contents, before)
+        cell.cell_contents = _hooked(cell.cell_contents, before)
 
 
-def _asking(clip: Callable[..., Any], before: Callable[[str, list[torch.Tensor]], None]) -> Callable[..., Any]:
+def _hooked(clip: Callable[..., Any], before: Callable[[str, list[torch.Tensor]], None]) -> Callable[..., Any]:
     @functools.wraps(clip)
-    def asking(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    def hooked(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         before(f"{clip.__name__}()", listed)
         return clip(listed or parameters, *args, **kwargs)  # torch warns of a generator that is empty
 
-    return asking
+    return hooked

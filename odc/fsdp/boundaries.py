@@ -43,7 +43,7 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
             root.minibatch.explicit = True
             root.map_peers()
         yield
-        abandoned = _meet([root.minibatch for root in opened])
+        abandoned = _end_together([root.minibatch for root in opened])
     except BaseException as error:
         for root in opened:
             root.minibatch.abort(error)
@@ -56,14 +56,14 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
         raise abandoned
 
 
-def _meet(machines: list[Minibatch]) -> AbandonedMinibatchError | None:
+def _end_together(machines: list[Minibatch]) -> AbandonedMinibatchError | None:
     """End minibatches that belong together: flush all before waiting for any, and give up all if one is given up."""
     for machine in machines:
         machine.recover()
-    given_up = next((machine.given_up for machine in machines if machine.given_up is not None), None)
+    reasons = [machine.current.given_up for machine in machines if machine.current.given_up is not None]
     for machine in machines:
-        if given_up is not None:
-            machine.abandon(given_up)
+        if reasons:
+            machine.abandon(reasons[0])
         machine.done()
     errors = [machine.collect() for machine in machines]
     return next((error for error in errors if error is not None), None)
@@ -75,12 +75,10 @@ def finish(module: compat.FSDPModule) -> None:
     machine = root.minibatch
     if machine.explicit:
         raise OdcError(f"rank {root.rank}: finish_minibatch() inside `with model.minibatch()`, which ends it by itself")
-    machine.explicit = True  # a backward that was cut short is met for here, not before
-    try:
-        if (abandoned := _meet([machine])) is not None:
-            raise abandoned
-    finally:
-        machine.explicit = False
+    with machine.ended_by_caller():  # which gives up a backward that was cut short here, not before
+        abandoned = _end_together([machine])
+    if abandoned is not None:
+        raise abandoned
 
 
 class GradientReduction(compat.GradientReductionHandle):  # type: ignore[misc]
@@ -115,7 +113,7 @@ def set_manual(module: compat.FSDPModule, enabled: bool) -> None:
     if enabled != compat.is_manual(state):
         if compat.is_in_backward():
             raise OdcError("set_manual_backward_finalization() cannot change the mode during a backward")
-        if root is not None and root.minibatch.pushed:
+        if root is not None and root.minibatch.current.pushed:
             raise OdcError(
                 f"rank {root.rank} (epoch {root.minibatch.epoch}): set_manual_backward_finalization() cannot change "
                 "the mode after the first backward of a minibatch"

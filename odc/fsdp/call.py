@@ -120,7 +120,7 @@ cast(Any, fully_shard).state = cast(Any, compat.torch_fully_shard).state
 
 
 def _watch_exit() -> None:
-    """First of all, so that peers learn of whatever goes wrong on this rank alone."""
+    """Before any check, so that an error on this rank alone reaches the peers."""
     if dist.is_initialized():
         hooks.watch_exit(compat.default_store(), dist.get_rank())
 
@@ -140,12 +140,12 @@ def _join_job(rank: int, settings: Settings | None) -> None:
 
 
 def shutdown() -> None:
-    """Shut this rank down: peers that wait for it are told, heaps are closed, the daemon stops. Runs at exit by itself.
+    """Shut this rank down: peers that wait for it get an error, heaps are closed, the daemon stops. Runs at exit too.
 
     On this rank only; calls no collective. Sharded modules must not be run after it. Waits until no peer needs this
-    rank's shards any more (WaitTimeoutError if one, which is named, was given up after `Settings.timeout_s`, but this
-    rank has shut down; over hosts not after an evaluation); for nobody if an error is being handled or ends the
-    process, which the peers are told.
+    rank's shards any more, over hosts not after an evaluation. WaitTimeoutError if a peer, which is named, was given up
+    after `Settings.timeout_s`; this rank has shut down all the same. Where an error is being handled or ends the
+    process, peers get it as the reason, and no rank is waited for.
     """
     failed = hooks.ended_by_error()
     for root in live_roots():
@@ -206,14 +206,14 @@ def _divide(mesh: DeviceMesh, optimizer_sharding: str, settings: Settings) -> tu
 
 
 def _refuse_sharded_above(modules: list[nn.Module]) -> None:
-    """What a module above was given as its own cannot be taken out of it again."""
-    own = {id(p): name for one in modules for name, p in one.named_parameters() if isinstance(p, DTensor)}
-    for above in sharded_modules() if own else ():
+    """A parameter that was sharded with a module above cannot be taken out of its unit again."""
+    names = {id(p): name for one in modules for name, p in one.named_parameters() if isinstance(p, DTensor)}
+    for above in sharded_modules() if names else ():
         below = {id(module) for module in above.modules() if module is not above}
         if not any(id(module) in below for module in modules):
             continue
         for group in compat.groups_of_state(compat.state_of(cast(compat.FSDPModule, above))):
-            taken = [own[id(param.parameter)] for param in params_of(group) if id(param.parameter) in own]
+            taken = [names[id(param.parameter)] for param in params_of(group) if id(param.parameter) in names]
             if taken:
                 raise UnsupportedError(
                     f"{taken[0]!r} was sharded already, with the {type(above).__name__} around it: call fully_shard "

@@ -36,7 +36,7 @@ class Collector:
         self.writing = False
 
     @torch.no_grad()
-    def meet(self, who: str) -> AbandonedMinibatchError | None:
+    def collect(self, who: str) -> AbandonedMinibatchError | None:
         """Wait until every rank is done, then write `.grad`; or return why no rank does. `who` begins the message."""
         member, protocol = self._member, self._member.protocol
         protocol.await_done(protocol.epoch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -22,34 +23,30 @@ from odc.worker import Job, Worker
 _HOST = HostLanes()
 
 
+@dataclass(frozen=True)
 class Fetch:
-    """A unit on its way into this rank."""
+    """A unit on its way into this rank; `follow` holds this thread's lane back until the copies are over."""
 
-    def __init__(
-        self,
-        job: Job[None],
-        params: list[ShardedParam],
-        by_shard: list[torch.Tensor],
-        shards: int,
-        follow: Callable[[], None],
-    ) -> None:
-        self._job, self._params, self._by_shard, self._shards = job, params, by_shard, shards
-        self._follow = follow  # what comes next in this thread's lane waits for the copies
+    job: Job[None]
+    params: list[ShardedParam]
+    by_shard: list[torch.Tensor]
+    shards: int
+    follow: Callable[[], None]
 
     def wait(self) -> None:
         """Return when the unsharded parameters hold the published values; fetches here if no thread has begun."""
-        self._job.result()
-        self._follow()
-        for param, values in zip(self._params, self._by_shard, strict=True):
+        self.job.result()
+        self.follow()
+        for param, values in zip(self.params, self.by_shard, strict=True):
             if param.shard_dim:
-                param.rearrange(values, self._shards)
+                param.rearrange(values, self.shards)
             param.ready()
 
     def drop(self) -> None:
         """Give it up: nothing is copied after this returns, and the storage is freed."""
-        self._job.cancel()
-        self._follow()
-        for param in self._params:
+        self.job.cancel()
+        self.follow()
+        for param in self.params:
             param.free()
 
 

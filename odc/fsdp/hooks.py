@@ -1,9 +1,9 @@
 """What odc hooks into a process that shards a model: optimizer steps, gradient clipping, and how the process ends.
 
 A step or clipping inside an unfinished minibatch is an error (docs/protocol.md, "Boundaries"). An error that ends the
-process is told to the peers as their reason: `sys.excepthook` and `threading.excepthook` see an uncaught one,
-`sys.exit` is wrapped for those who catch it first, and a finalizer of `multiprocessing` looks at the error in flight in
-a child process. A bare `raise SystemExit(1)` outside `multiprocessing` cannot be seen.
+process reaches the peers as the reason of their abort: `sys.excepthook` and `threading.excepthook` see an uncaught one,
+a wrapper of `sys.exit` one that a program has caught, and a finalizer of `multiprocessing` the one in flight in a child
+process. A bare `raise SystemExit(1)` outside `multiprocessing` cannot be seen.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from odc.net import JobStore, announce_failure
 from odc.protocol import RootState, Word
 from odc.runtime import abort_arenas, report_to_hosts
 
-_process = 0  # that the hooks were installed in; they do nothing in its forked children
-_store: weakref.ref[Any] | None = None  # of the job; it must not outlive its process group for this
+_process = 0  # in which the hooks were installed; they do nothing in its forked children
+_store: weakref.ref[Any] | None = None  # of the job; weak, so that it does not outlive its process group
 _rank = 0
 _exit_reason: tuple[str, int, int] | None = None  # text, culprit, and _progress() when sys.exit was called
 _guarding = False
@@ -80,18 +80,18 @@ def watch_exit(store: Any, rank: int) -> None:
         _install_hooks()
     _process = os.getpid()
     if multiprocessing.parent_process() is not None:
-        # Run while an error that leaves the child's function is still in flight.
+        # It runs while an error raised by the child's function is still in flight.
         multiprocessing.util.Finalize(None, _child_ends, exitpriority=100)
 
 
 def _install_hooks() -> None:
-    uncaught, in_thread, leave = sys.excepthook, threading.excepthook, sys.exit
+    uncaught, in_thread, exit_ = sys.excepthook, threading.excepthook, sys.exit
 
     def on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         advise(error)
         if not hasattr(sys, "ps1"):  # an interactive session goes on
             report(error)
-            _tell_launcher(error)
+            _write_for_launcher(error)
         uncaught(kind, error, trace)
 
     def on_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
@@ -103,7 +103,7 @@ def _install_hooks() -> None:
         global _exit_reason
         if status not in (None, 0):
             _exit_reason = (*_described(sys.exception() or SystemExit(status)), _progress())
-        leave(status)
+        exit_(status)
 
     sys.excepthook, threading.excepthook = on_uncaught, on_uncaught_in_thread
     sys.exit = on_exit
@@ -124,15 +124,15 @@ def _child_ends() -> None:
 
 
 def report(error: BaseException, thread: int | None = None) -> None:
-    """Tell all peers that `error` ends this process. Never raises; waits 2 s at most, for the job's store.
+    """Abort this process's roots with `error` as the reason. Never raises; waits 2 s at most, for the job's store.
 
-    `thread` is the ident of the thread that it has ended: only the roots that were made there end.
+    `thread` is the ident of the thread that it has ended: only the roots that were made there are aborted.
     """
-    _tell(*_described(error), thread)
+    _abort(*_described(error), thread)
 
 
-def _tell_launcher(error: BaseException) -> None:
-    """Write the error where torchrun looks for what its last message quotes, unless torch's `record` has."""
+def _write_for_launcher(error: BaseException) -> None:
+    """Write the error into the file that torchrun's last message quotes, unless torch's `record` has."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if _process != os.getpid() or not path or os.path.exists(path):
         return
@@ -141,10 +141,10 @@ def _tell_launcher(error: BaseException) -> None:
         Path(path).write_text(json.dumps({"message": {"message": _described(error)[0], "extraInfo": extra}}))
 
 
-def _tell(reason: str, culprit: int, thread: int | None = None) -> None:
+def _abort(reason: str, culprit: int, thread: int | None = None) -> None:
     if _process != os.getpid():
         return
-    with contextlib.suppress(Exception):  # the user's error must not be replaced by one of telling it
+    with contextlib.suppress(Exception):  # an error here must not replace the user's
         roots = [root for root in live_roots() if thread in (None, root.thread)]
         for root in roots:
             root.member.protocol.abort(f"{reason} (in or after epoch {root.minibatch.epoch})", culprit)
@@ -157,36 +157,37 @@ def _tell(reason: str, culprit: int, thread: int | None = None) -> None:
 
 
 def ended_by_error() -> bool:
-    """Whether an error ends this process, as far as can be seen; peers have been told by then. For `shutdown`."""
+    """Whether an error ends this process, as far as can be seen; its roots are aborted then. For `shutdown`."""
     error = sys.exception()
     if error is not None:
         report(error)
         return True
     # If odc was called after sys.exit, that was caught, and the process went on.
     if _exit_reason is not None and _exit_reason[2] == _progress():
-        _tell(*_exit_reason[:2])
+        _abort(*_exit_reason[:2])
         return True
     return any(root.member.protocol.board.load(Word.ABORT) for root in live_roots())
 
 
 def last_error() -> str:
-    """What an interactive session or a test runner showed last, or nothing: it may have nothing to do with the end."""
+    """The error that an interactive session or a test runner showed last, if any; it may not be why this rank ends."""
     error = getattr(sys, "last_value", None)
     return "" if error is None else _described(error)[0]
 
 
 def _described(error: BaseException) -> tuple[str, int]:
-    """What peers are told of an error, and whom to blame.
+    """(the reason that peers get, the culprit) of an error.
 
-    What runs a rank may fail as it handles odc's error, as `mp.spawn` does where no file can be opened: both are told.
+    Code that runs a rank may fail as it handles an error of odc's, as `mp.spawn` does where no file can be opened: the
+    reason then names both.
     """
-    said, handled = f"{type(error).__name__}: {error}", _handled(error)
+    reason, handled = f"{type(error).__name__}: {error}", _handled(error)
     while handled is not None and not isinstance(error, OdcError):
         if isinstance(handled, OdcError):
-            said += f" (while handling {type(handled).__name__}: {handled})"
+            reason += f" (while handling {type(handled).__name__}: {handled})"
             break
         handled = _handled(handled)
-    return said, culprit_of(error, _rank)
+    return reason, culprit_of(error, _rank)
 
 
 def _handled(error: BaseException) -> BaseException | None:

@@ -1,4 +1,4 @@
-"""Which push of a unit is this rank's last in a minibatch, as far as the loop has said which backward is its last."""
+"""Which push of a unit is this rank's last in a minibatch, as far as the loop marks its last backward."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from __future__ import annotations
 class LastPushes:
     """Of one root with `units` units; on the rank's main thread.
 
-    A unit that is called twice pushes twice in one backward: what counts is what it did the last time. A loop whose
-    marks proved wrong, as it ran another backward after a marked one, is not believed again.
+    A unit that is called twice pushes twice in one backward: as many pushes are expected as the last time. Once a loop
+    has run another backward after a marked one, its marks are ignored.
     """
 
     def __init__(self, units: int) -> None:

@@ -1,12 +1,14 @@
 """The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED, on the rank's main thread.
 
-`odc.protocol.protocol` says what ranks store; this module says when (docs/protocol.md, "States"). Several
-roots close all their epochs before they wait for any.
+`odc.protocol.protocol` defines what ranks store; this module decides when (docs/protocol.md, "States"). Several roots
+close all their epochs before they wait for any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from odc.errors import AbandonedMinibatchError, OdcError, culprit_of
 from odc.fsdp import _torch_compat as compat
@@ -20,10 +22,25 @@ from odc.runtime import Endpoint
 from odc.trace import Mark, recorder
 
 
+@dataclass
+class OpenEpoch:
+    """What this rank has done in the open epoch; replaced by a new one when the epoch ends."""
+
+    pushed: bool = False
+    given_up: str | None = None  # why this rank abandons it
+    finalized: set[int] = field(default_factory=set)  # groups for which a last backward is over
+    window: Mark | None = None  # in the trace, from the epoch's first use on
+
+
 class Minibatch:
     """State machine of one root; see the module.
 
-    `groups` are the root's units in the order of the heap's; `iteration` is torch's own state of the root.
+    `groups` are the root's units in the order of the heap's; `iteration` is what torch keeps of the root.
+
+    Attributes:
+        explicit: the minibatch is ended by the block or call around it, never by a backward.
+        manual: it is ended by `finalize_backward()`, never by a backward.
+        current: of the open epoch.
     """
 
     def __init__(
@@ -34,27 +51,41 @@ class Minibatch:
         self._collector = Collector(member, groups)
         self.shards = member.grid.shards
         self.state = RootState.CLOSED
-        self.pushed = False  # in the open epoch
-        self.explicit = False  # inside `with model.minibatch()`
-        self.given_up: str | None = None  # why this rank abandons the open epoch
+        self.explicit = self.manual = False
+        self.current = OpenEpoch()
         self.last = LastPushes(len(groups))
-        self.manual = False  # a minibatch ends by `finalize_backward()`, never by a backward
-        self._finalized: set[int] = set()
         self._kept = False  # units may hold unsharded parameters although the minibatch has ended
-        self._window: Mark | None = None  # of the open epoch, for those who look at the trace of their own loop
 
     @property
     def epoch(self) -> int:
         """Number of the open or last minibatch, from 1."""
         return self._protocol.epoch
 
+    @property
+    def ends_by_backward(self) -> bool:
+        """Whether a backward that is marked as the last ends the minibatch."""
+        return not (self.explicit or self.manual)
+
+    @contextlib.contextmanager
+    def ended_by_caller(self) -> Iterator[None]:
+        """Inside, no backward ends a minibatch, whatever it is marked as."""
+        before, self.explicit = self.explicit, True
+        try:
+            yield
+        finally:
+            self.explicit = before
+
     def begin(self) -> None:
         """Open the next epoch if none is open: publish this rank's shards. Waits until no rank uses the last epoch."""
         self._protocol.touch("beginning or fetching")
         refusals.refuse_early_begin(self._who(), self.state)
-        if self.state is not RootState.CLOSED:
-            self._mark()
-            return
+        if self.state is RootState.CLOSED:
+            self._open()
+        if self.current.window is None:
+            self.current.window = recorder().window(self.epoch)
+            self.current.window.__enter__()
+
+    def _open(self) -> None:
         self._protocol.await_end_of_epoch()
         shards = [[param.shard() for param in group.odc_params] for group in self._groups]
         self._member.shards.publish(shards, self._collector.dirty)
@@ -62,20 +93,22 @@ class Minibatch:
         self._protocol.reset_microbatches()
         self.last.begin()
         self._set(RootState.OPEN)
-        self._mark()
-        self.pushed = False
 
-    def _mark(self) -> None:
-        if self._window is None and self.state is RootState.OPEN:
-            self._window = recorder().window(self.epoch)
-            self._window.__enter__()
+    def _end(self, *, keep_window: bool) -> None:
+        """The open epoch has ended; an evaluation or an abandoned minibatch leaves no window in the trace."""
+        self._set(RootState.CLOSED)
+        window, self.current = self.current.window, OpenEpoch()
+        if window is not None and keep_window:
+            window.__exit__(None, None, None)
+        elif window is not None:
+            window.cancel()
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> None:
         """Send gradients of the open epoch; UnsupportedError if one is of a frozen parameter."""
         refusals.refuse_unfrozen(self._who(), unit, gradients)
         self.begin()
-        self.pushed = True
-        # In manual mode every backward counts as marked. Inside `minibatch()` none does, unless the loop marks it, or
+        self.current.pushed = True
+        # In manual mode torch's mark means nothing. Inside `minibatch()` a backward is the last if the loop marks it or
         # the queue from which its microbatch comes has no other.
         marked = not self.manual and (self._iteration.is_last_backward() or self._claimed_last())
         self._sender.send(unit, gradients, last=self.last.pushed(unit.index, marked))
@@ -89,10 +122,10 @@ class Minibatch:
 
         Not an earlier one: torch finalizes the root's own group before later groups' left-over gradients.
         """
-        if self.explicit or self.manual:
-            return  # marks change nothing: the block, or `finalize_backward()`, ends the minibatch
-        self._finalized.add(id(group))
-        if len(self._finalized) < len(self._groups):
+        if not self.ends_by_backward:
+            return
+        self.current.finalized.add(id(group))
+        if len(self.current.finalized) < len(self._groups):
             return
         self.begin()
         self._close()
@@ -104,7 +137,7 @@ class Minibatch:
 
         torch calls no final callback after such a backward, unless other units take part in it as well.
         """
-        if self.explicit or self.manual or not self._iteration.is_last_backward():
+        if not (self.ends_by_backward and self._iteration.is_last_backward()):
             return
 
         def end() -> None:
@@ -123,7 +156,6 @@ class Minibatch:
 
     def _close(self, *, partial: bool = False) -> None:
         """`partial`: a forward of other units may still wait for its backward, so they keep unsharded parameters."""
-        self._finalized.clear()
         refusals.refuse_unclaimed(self._who(), self._member.queue)
         for group in self._groups:
             if not partial:
@@ -138,19 +170,19 @@ class Minibatch:
             self._iteration.forget_order()
         self._flush()
         self._member.protocol.attach_all()  # before DONE: a peer may end right after it has seen DONE
-        outcome = Outcome.TRAINED if self.given_up is None else Outcome.ABANDONED
-        self._member.done(outcome, self.given_up or "")
+        given_up = self.current.given_up
+        self._member.done(Outcome.TRAINED if given_up is None else Outcome.ABANDONED, given_up or "")
         self._set(RootState.FINISHING)
 
     def _flush(self) -> None:
         """Return when everything sent is posted. A push cut short gives the minibatch up; a lost peer raises."""
-        try:
-            self._sender.flush()
-        except OdcError:
-            raise
-        except Exception as error:
-            self._give_up(f"a push failed ({type(error).__name__}: {error})")
-            self._flush()
+        while True:
+            try:
+                return self._sender.flush()
+            except OdcError:
+                raise
+            except Exception as error:
+                self._give_up(f"a push failed ({type(error).__name__}: {error})")
 
     def collect(self) -> AbandonedMinibatchError | None:
         """Second half of finish: wait for every rank and write `.grad`.
@@ -161,57 +193,43 @@ class Minibatch:
         if self.state is not RootState.FINISHING:
             raise OdcError(f"rank {self._rank}: collect() without done() in epoch {self.epoch}")
         try:
-            return self._meet()
+            abandoned = self._collector.collect(self._who())
+            self._end(keep_window=abandoned is None)
         except BaseException as error:
             self._set(RootState.FAILED)
             self.abort(error)
             raise
+        return abandoned
 
     def collect_or_raise(self) -> None:
         """As `collect`, but raises the error that a minibatch was given up."""
         if (abandoned := self.collect()) is not None:
             raise abandoned
 
-    def _meet(self) -> AbandonedMinibatchError | None:
-        abandoned = self._collector.meet(self._who())
-        self._set(RootState.CLOSED)
-        self._end_window(keep=abandoned is None)
-        self.pushed, self.given_up = False, None
-        return abandoned
-
-    def _end_window(self, *, keep: bool) -> None:
-        if self._window is None:
-            return
-        if keep:
-            self._window.__exit__(None, None, None)
-        else:
-            self._window.cancel()
-        self._window = None
-
     # giving a minibatch up ---------------------------------------------------------------------------------------
 
     def abandon(self, reason: str) -> None:
         """Give the open minibatch up; no-op where none is open.
 
-        Inside `with model.minibatch()` the block's end meets the others, in manual mode `finalize_backward()` does.
-        Elsewhere this call does, and the others get the error out of their backward.
+        Inside `with model.minibatch()` the end of the block ends it, in manual mode `finalize_backward()` does.
+        Elsewhere this call does: it waits for the other ranks, whose last backward raises the error.
         """
         if self.state is not RootState.OPEN:
             return
         self._iteration.reset(self._groups)
         self._give_up(reason)
-        if not self.explicit and not self.manual:
+        if self.ends_by_backward:
             self._close()
             self.collect()
 
     def reset(self) -> None:
         """As `FSDPModule.reset_iter_state`: what the open minibatch holds of this rank is lost."""
         self._iteration.reset(self._groups)
-        if self.pushed:
+        if self.current.pushed:
             self.abandon("reset_iter_state() was called after gradients of this minibatch had been pushed")
 
     def recover(self) -> None:
-        """Clear what an exception that the training loop has caught left in torch's state; outside of a backward.
+        """Clear torch's state after an exception that the training loop has caught; outside of a backward.
 
         An interrupted forward has pushed nothing and costs its microbatch. An interrupted backward costs the minibatch:
         part of its gradients is at their owners already.
@@ -222,17 +240,37 @@ class Minibatch:
             self._iteration.reset(self._groups)
 
     def left_unfinished(self) -> str:
-        """For the peers of a rank that shuts down now: what it has not reported of a failed backward, or nothing."""
+        """For the peers of a rank that shuts down now: the failed backward that it has not reported, or nothing."""
         return (
             "a backward that ended with an exception, which was caught" if self._iteration.backward_cut_short() else ""
         )
 
     def _give_up(self, reason: str) -> None:
-        if self.given_up is None:
-            self.given_up = reason
+        if self.current.given_up is None:
+            self.current.given_up = reason
         self._protocol.give_up()
         if self._member.queue is not None:
             self._member.queue.give_up()
+
+    @property
+    def lost(self) -> bool:
+        """Whether this rank knows that the open minibatch will be abandoned."""
+        return self._protocol.gives_up(self._member.grid.me)
+
+    def absent(self, member: int | None, doing: str) -> bool:
+        """Whether a member, whose board is mapped, has ended its part of this minibatch or gives it up.
+
+        PeerLostError if the job was aborted; `doing` is for its message.
+        """
+        self._protocol.waiter.check(doing)
+        return member is not None and (self._protocol.gives_up(member) or self._protocol.is_done(member))
+
+    def lose_with(self, member: int) -> bool:
+        """Give this minibatch up as `member` does; returns False if that member does not."""
+        if not self._protocol.gives_up(member):
+            return False
+        self._protocol.give_up()
+        return True
 
     def close_evaluation(self, doing: str) -> None:
         """Close an epoch in which nothing was pushed, without waiting for any rank; no-op when closed.
@@ -246,8 +284,7 @@ class Minibatch:
             group.drop_fetch()
             compat.to_sharded(group)
         self._member.done(Outcome.EVALUATED)
-        self._set(RootState.CLOSED)
-        self._end_window(keep=False)
+        self._end(keep_window=False)
 
     def publish(self) -> None:
         """Show changed weights to the peers: close the epoch and open the next. UnfinishedMinibatchError after a push.
@@ -256,8 +293,8 @@ class Minibatch:
         wait.
         """
         self.close_evaluation("publish()")
-        self.begin()
-        self._end_window(keep=False)
+        self._protocol.touch("beginning or fetching")
+        self._open()
 
     @property
     def may_step(self) -> bool:
@@ -292,7 +329,7 @@ class Minibatch:
 
     def _refuse_pushed(self, doing: str) -> None:
         refusals.refuse_unwritten(self._who(), doing, self.state)
-        pushed = self.pushed or self.given_up is not None
+        pushed = self.current.pushed or self.current.given_up is not None
         cut_short = self._iteration.backward_cut_short()
         refusals.refuse_pushed(self._who(), doing, cut_short=cut_short, pushed=pushed, explicit=self.explicit)
 

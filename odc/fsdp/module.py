@@ -62,7 +62,7 @@ class OdcModule(compat.FSDPModule):
         return Claims(root_of(self), mine, costs)
 
     def finish_minibatch(self) -> None:
-        """End an open minibatch whose last backward was not marked: meets all ranks and writes `.grad`.
+        """End an open minibatch whose last backward was not marked: waits for all ranks and writes `.grad`.
 
         On the root, on every rank. `minibatch()` and a last backward do it by themselves.
         """
@@ -85,7 +85,7 @@ class OdcModule(compat.FSDPModule):
         set_manual(self, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReduction | None:
-        """End a minibatch of any number of backwards, zero included: meets all ranks and writes `.grad`.
+        """End a minibatch of any number of backwards, zero included: waits for all ranks and writes `.grad`.
 
         On the root, on every rank, in manual mode, outside of a backward and of `with model.minibatch()`; else
         OdcError. After `set_requires_gradient_sync(False)` it does nothing, and the minibatch goes on. With `async_op`

@@ -1,4 +1,4 @@
-"""What a minibatch refuses, and what each error says. Pure checks: nothing is changed and no rank is waited for.
+"""What a minibatch refuses, with which error. Pure checks: nothing is changed and no rank is waited for.
 
 `who` names the global rank and its epoch and begins every message.
 """

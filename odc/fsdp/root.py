@@ -94,7 +94,7 @@ class Root:
         return self._end.alive
 
     def map_peers(self) -> None:
-        """On a device reach every peer now: ranks meet in it, and first fetches of two roots may come in any order."""
+        """On a device map every peer now: mapping is collective, but first fetches of two roots come in any order."""
         if self.layout.heap.lanes.asynchronous:
             self.member.protocol.attach_all()
 

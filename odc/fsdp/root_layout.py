@@ -57,7 +57,7 @@ def registered(module: object) -> ShardCall:
 
 
 def forget_calls() -> None:
-    """Count calls from 0 again, in a process that has left one job and joins another, whose ranks all begin at 0."""
+    """Count calls from 0 again, in a process that has shut down and joins another job, whose ranks all begin at 0."""
     _calls.clear()
 
 

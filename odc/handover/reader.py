@@ -88,7 +88,7 @@ class Reader:
     @property
     def version(self) -> int:
         """The newest version that every rank has published; 0 before the first."""
-        return min(source.look()[Word.PUBLISHED] for source in self._sources)
+        return min(source.load()[Word.PUBLISHED] for source in self._sources)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and published dtype of every parameter by name."""
@@ -140,12 +140,12 @@ class Reader:
         deadline = Deadline(self._timeout_s)
         backoff = Backoff(_POLL_S, _POLL_S if self._engine is None else _LONGEST_POLL_S)
         while True:
-            published = [source.look()[Word.PUBLISHED] for source in self._sources]
+            published = [source.load()[Word.PUBLISHED] for source in self._sources]
             version = min(published)
             if version >= max(1, at_least) and not self._overtaken(version):
                 return version
             late = self._sources[published.index(version)]
-            if deadline.passed(late.look()[Word.PROGRESS]):
+            if deadline.passed(late.load()[Word.PROGRESS]):
                 raise WaitTimeoutError(
                     f"reader, waiting for rank {late.rank} to publish version {max(at_least, *published)}: it has not "
                     f"called into odc for {self._timeout_s:g} s (it published version {version})",
@@ -157,7 +157,7 @@ class Reader:
     def _overtaken(self, version: int) -> bool:
         """Whether a rank has begun to publish a version over this one."""
         over = version + self._handle.buffers
-        return any(source.look()[Word.PUBLISHING] >= over for source in self._sources)
+        return any(source.load()[Word.PUBLISHING] >= over for source in self._sources)
 
     def _copy(self, version: int, wanted: Sequence[_Wanted]) -> bool:
         """Copy all of `wanted`; whether it is of `version` to the last byte."""

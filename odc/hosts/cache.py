@@ -3,7 +3,7 @@
     claim (under its lock) | read from the owner's heap | CACHED        others: wait: CACHED | copy
 
 A node is a host, or a part of one (`RankGrid.nodes`). Claims and CACHED are epochs, so nothing is reset. docs/hosts.md
-says what it saves.
+states what it saves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NodeCache:
         """Return when the shards of `unit` of all remote owners lie in the cache. They have been published."""
         epoch = self._protocol.epoch
         if self._filled.get(unit.index) == epoch:
-            return  # with hundreds of owners to ask a second look takes milliseconds
+            return  # with hundreds of owners to ask a second check takes milliseconds
         peers = [self._layout.share(owner) for owner in self._owners]
         self._look_ahead(unit.index, epoch)
         for peer in peers:

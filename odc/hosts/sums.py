@@ -10,8 +10,8 @@ Where the nodes are hosts, sums leave during the last backward:
     the owner: SUMMED | read on a thread of its own, while backward goes on
     the owner, when all are DONE: whatever was not read, or was pushed to after its SUMMED, is read once it is COMPLETE
 
-So a rank that says LAST too early costs a second read, and nothing else. docs/protocol.md says why, docs/hosts.md what
-it saves.
+So LAST that is stored too early costs a second read, and nothing else. docs/protocol.md explains why, docs/hosts.md
+what it saves.
 """
 
 from __future__ import annotations

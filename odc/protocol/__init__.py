@@ -1,4 +1,4 @@
-"""The words that ranks store, where they lie, who waits for them: the protocol, without sockets and threads."""
+"""The words that ranks store, where they lie and which ranks wait for them: no socket, no thread."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from odc.memory import Words
 from odc.protocol.grid import RankGrid
 from odc.protocol.protocol import MemberProtocol
-from odc.protocol.regions import arena_requests
 from odc.protocol.words import ARENA_TABLE, ARENA_TAKEN, EntryWord, Word
 
 _COPIED = "arena/copied"
@@ -23,7 +22,7 @@ class ArenaWords:
         put     wait: the readers' COPIED >= the channel's last step | write | OFFSET, NBYTES, SIGNATURE | STEP
         get     wait: the owner's STEP | copy | COPIED, on the owner
 
-    COPIED of a channel and a reader says up to which step that reader has copied it; the reader alone writes it.
+    COPIED of a channel and a reader is the last step that the reader has copied; the reader alone writes it.
     `channel` is a number, `reader` and `owner` are members.
 
     `absent(member)` is whether a member will put and copy nothing more.
@@ -39,9 +38,10 @@ class ArenaWords:
     @staticmethod
     def requests(channels: int, grid: RankGrid) -> list[tuple[str, int]]:
         """Regions of words that a heap with an arena needs, and their bytes."""
-        copied = 8 * channels * len(grid.ranks)
-        sent = {ARENA_TABLE: 8 * len(EntryWord) * channels, **({ARENA_TAKEN: copied} if grid.remote else {})}
-        return [*sent.items(), (_COPIED, copied), *arena_requests(grid, sent)]
+        table, copied, hosts = 8 * len(EntryWord) * channels, 8 * channels * len(grid.ranks), grid.host_count - 1
+        mirrors = [(f"mirror/{ARENA_TABLE}", hosts * table), (f"mirror/{ARENA_TAKEN}", hosts * copied)]
+        requests = [(ARENA_TABLE, table), (_COPIED, copied)]
+        return [*requests, (ARENA_TAKEN, copied), *mirrors] if hosts else requests
 
     def await_copied(self, channel: int, step: int, reader: int, what: str) -> None:
         """Wait until `reader` has copied this rank's entry of `step`, or is absent; errors name `what`."""

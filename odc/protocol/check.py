@@ -80,9 +80,9 @@ class ProtocolChecks:
         return CheckedWords(sent, post), CheckedWords(accumulated, give_back)
 
     def awaited(self, name: str, member: int) -> None:
-        """This rank begins to wait for a word of `member`. Some other rank or thread has to be said to store it."""
+        """This rank begins to wait for a word of `member`. The table must name one that stores it."""
         if not RULES[name].awaited:
-            raise AssertionError(f"rank {self._grid.rank} waits for {name}, which the table says no rank waits for")
+            raise AssertionError(f"rank {self._grid.rank} waits for {name}, for which no rank waits by the table")
         self._note(ProtocolEvent(self._grid.me, "wait", name, member, self._epoch()))
 
     def stored(self, name: str, before: int, value: int, other: int | None = None) -> None:

@@ -14,7 +14,7 @@ from odc.protocol.words import Word
 class PublishedShards:
     """The published shards of one root. `publish` on the rank's main thread, `fetch` on the fetch thread as well.
 
-    `prefill(unit, lane)` brings what lies on other nodes to where `HeapLayout.holder` says, once it is published.
+    `prefill(unit, lane)` brings what lies on other nodes, once it is published, to its `HeapLayout.holder` here.
     """
 
     def __init__(self, protocol: MemberProtocol, prefill: Callable[[UnitSpec, str], None] | None = None) -> None:

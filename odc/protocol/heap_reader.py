@@ -10,7 +10,7 @@ from odc.protocol.protocol import MemberProtocol
 
 
 class HeapReader(ABC):
-    """Reads of one rank, on any of its threads, once a word has said that the bytes are there.
+    """Reads of one rank, on any of its threads, after a word that is stored when the bytes are there.
 
     A queue is asked only after all members have offered.
     """

@@ -109,7 +109,7 @@ class HeapLayout(Regions):
             lanes.settle()
 
     def arrived(self, number: int) -> torch.Tensor:
-        """uint8: where what was read from the `number`-th of `contributors` lies, laid out as `wire_at` says."""
+        """uint8: where what was read from the `number`-th of `contributors` lies, laid out by `wire_at`."""
         return self.heap.tensor(self.grid.me, f"arrived/{number}", torch.uint8)
 
     @property

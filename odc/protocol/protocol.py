@@ -12,7 +12,7 @@
     sums      last push of a unit: added | LAST        daemon: all ranks of the host LAST | SUMMED, over the links
     collect   before .grad: wait: SUMMED of every unit, or COMPLETE | read what was not read, or has grown since
 
-An arena has a protocol of its own (`odc.protocol.arena_protocol`). docs/protocol.md says why both are right.
+An arena has a protocol of its own (`odc.protocol.arena_protocol`). docs/protocol.md explains why both are right.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class MemberProtocol:
             self.layout.heap.whole(member)
 
     def touch(self, doing: str) -> None:
-        """PROGRESS, for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
+        """PROGRESS, for ranks that wait for this one; raises `PeerLostError` if the job was aborted."""
         self.board.store(Word.PROGRESS, self.board.load(Word.PROGRESS) + 1)
         self.waiter.check(doing)
 
@@ -121,7 +121,7 @@ class MemberProtocol:
             board = self.layout.peer(member).board
             what = f"rank {self.grid.ranks[member]} to publish epoch {epoch}"
             self.waiter.until_word(board, Word.PUBLISHED, epoch, member, what, lane=lane)
-            # One assignment: a thread that overwrites another's news costs that one a second look, nothing else.
+            # One assignment: a thread that overwrites another's news costs that one a second load, nothing else.
             known_epoch, known = self._known = epoch, (known if known_epoch == epoch else frozenset()) | {member}
 
     def has_published(self, member: int, epoch: int) -> bool:
@@ -198,7 +198,7 @@ class MemberProtocol:
     def say_last(self, counts: Mapping[int, int]) -> bool:
         """LAST: this rank pushes these units no more in the current epoch; by unit, how often it has since the start.
 
-        Returns whether every rank of this host has said so of one of them. On the sender's thread, or after it is idle.
+        Returns whether every rank of this host has stored it of one of them. On the sender's thread, or after it is idle.
         """
         lasts, epoch = self.layout.mine.lasts, self.epoch
         if self._checks is not None:
@@ -206,12 +206,12 @@ class MemberProtocol:
         for unit, count in counts.items():
             lasts.store(2 * unit, count)
             lasts.store(2 * unit + 1, epoch)  # release: what was added is visible before it
-        lasts.fence()  # of two ranks that say it at the same time one at least sees both
+        lasts.fence()  # of two ranks that store it at the same time one at least sees both
         others = [self.layout.local(member).lasts for member in self.grid.local]
         return any(all(words.load(2 * unit + 1) == epoch for words in others) for unit in counts)
 
     def summed(self, unit: int) -> int | None:
-        """How often this host's ranks have pushed `unit`, if all have said LAST of it. On the daemon's thread."""
+        """How often this host's ranks have pushed `unit`, if all have stored LAST of it. On the daemon's thread."""
         epoch, count = self.board.load(Word.PUBLISHED), 0
         for member in self.grid.local:
             lasts = self.layout.local(member).lasts
@@ -263,7 +263,7 @@ class MemberProtocol:
         self.board.store(Word.GIVING_UP, self.epoch)
 
     def gives_up(self, member: int) -> bool:
-        """Whether a member has said that the current epoch's minibatch will be abandoned."""
+        """Whether a member knows that the current epoch's minibatch will be abandoned."""
         return self.layout.peer(member).board.load(Word.GIVING_UP) >= self.epoch
 
     def is_done(self, member: int) -> bool:

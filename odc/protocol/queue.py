@@ -3,7 +3,7 @@
 This is list scheduling (Graham 1969): one list in falling order of cost, and one counter, so a claim is one atomic add,
 or one request to the host where the counter lies.
 All members sort the same tables by the same rule; a number beyond the list's end means that none is left.
-docs/protocol.md says why it is right.
+docs/protocol.md explains why it is right.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Queue:
         """Put microbatches (dense CPU tensors by name; copied) where every rank can claim them, once in the open epoch.
 
         Those of larger `costs` (finite; None takes their bytes) are computed first. Does not wait. Raises
-        UnsupportedError if they do not fit (says what does) or cannot travel, OdcError at a second offer in this epoch.
+        UnsupportedError if they do not fit (names what does) or cannot travel, OdcError at a second offer in an epoch.
         """
         epoch = self._protocol.epoch
         if self.offered == epoch:
@@ -78,7 +78,7 @@ class Queue:
         self._protocol.offer()
 
     def claim(self) -> Claimed | None:
-        """The next microbatch, copied from who loaded it; None once all are claimed. After `offer`, in its epoch.
+        """The next microbatch, copied from the rank that loaded it; None once all are claimed. After `offer`.
 
         The first claim of an epoch waits until every member has offered; OdcError if one ended the minibatch without.
         A rank that claims a microbatch must compute it. None also if a member abandoned the minibatch before it

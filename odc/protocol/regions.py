@@ -6,7 +6,7 @@ Every size is fixed when the root is initialised, from its units alone (docs/arc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from odc.settings import Settings
 HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
 _BLOCK_BYTES, _WHOLE = 1 << 20, 1 << 62  # of a staging block on the CPU and, all there is, on a device
 _LANDING_BYTES = 16 << 20
-_LINE = 64
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Of regions, by the first part of their names.
 _ACCOUNTS = {"headers": "words", "arrived": "sums", "wire": "sums", "landing": "cache"}
@@ -72,8 +71,7 @@ class Regions:
         self.stages = settings.accumulate == "server" and (self._on_device or not self.spans_hosts)
         _refuse_rounding(self, settings.sums_dtype)
         self.rounded = torch.bfloat16 if self.spans_hosts and settings.sums_dtype == "bfloat16" else None
-        self.sums_at = starts(self.units, self.shares)
-        self.wire_at = starts(self.units, self.shares, self.rounded)
+        self.sums_at, self.wire_at = self._starts(None), self._starts(self.rounded)
 
     def requests(self) -> list[tuple[str, int]]:
         """Every region of a rank's heap, by name, and its bytes."""
@@ -99,19 +97,39 @@ class Regions:
         return requests + self._requests_over_nodes()
 
     def _requests_over_nodes(self) -> list[tuple[str, int]]:
-        grid = self.grid
-        requests = mirror_requests(grid, self.param_base[-1]) if grid.remote else []
-        if grid.nodes.shards_span_hosts:
-            requests += node_requests(grid.nodes, self.units, self.sums_at[-1])
+        grid, nodes, units = self.grid, self.grid.nodes, self.units
+        hosts, rows, count = grid.host_count - 1, nodes.host_count - 1, max(1, len(units))
+        requests: list[tuple[str, int]] = []
+        if grid.remote:  # the words of one member on each other host
+            requests += [
+                ("mirror/board", hosts * BOARD_WORDS * 8),
+                ("mirror/reason", hosts * REASON_BYTES),
+                ("mirror/abandoned", hosts * 2 * REASON_BYTES),
+                ("mirror/pushes", hosts * max(1, self.param_base[-1]) * 8),
+            ]
+        if nodes.shards_span_hosts:  # the node cache, and this node's sums for one member on each other
+            requests += [
+                ("node/claims", rows * count * 2 * 8),
+                ("node/cached", rows * count * 8),
+                ("node/mutexes", rows * count * 2 * MUTEX_BYTES),
+            ]
+            for row in range(rows):
+                requests += [(f"cache/{row}/{unit.index}", max(64, unit.published_bytes)) for unit in units]
+                requests.append((f"sums/{row}", max(64, self.sums_at[-1])))
             if self._reads_land:
-                most = max((unit.published_bytes for unit in self.units), default=_LANDING_BYTES)
+                most = max((unit.published_bytes for unit in units), default=_LANDING_BYTES)
                 requests.append(("landing", max(64, min(_LANDING_BYTES, most))))
         if self.spans_hosts:
-            requests.append(("node/lasts", max(1, len(self.units)) * 2 * 8))
+            requests.append(("node/lasts", count * 2 * 8))
         if self.rounded is not None:
-            requests += [(f"wire/{row}", max(64, self.wire_at[-1])) for row in range(grid.host_count - 1)]
+            requests += [(f"wire/{row}", max(64, self.wire_at[-1])) for row in range(hosts)]
         arrived = max(64, self.wire_at[-1])
         return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
+
+    def _starts(self, dtype: torch.dtype | None) -> list[int]:
+        """For each unit the bytes before its accumulators, in `dtype` if it is given, and the bytes of all."""
+        sizes = (-(-one.numel // self.shares) * (dtype or one.accumulator_dtype).itemsize for one in self.units)
+        return [0, *itertools.accumulate(-(-size // 64) * 64 for size in sizes)]
 
     @property
     def contributors(self) -> tuple[int, ...]:
@@ -143,7 +161,7 @@ class Regions:
 
 
 def _refuse_rounding(regions: Regions, sums_dtype: str) -> None:
-    """Raise `UnsupportedError` where sums cannot be rounded as the settings say; on one host none cross."""
+    """Raise `UnsupportedError` where sums cannot be rounded as the settings ask; on one host none cross."""
     if not regions.grid.remote or sums_dtype == "accumulator":
         return
     where = f"rank {regions.grid.rank}: Settings(sums_dtype={sums_dtype!r})"
@@ -152,45 +170,3 @@ def _refuse_rounding(regions: Regions, sums_dtype: str) -> None:
     for unit in regions.units:
         if unit.accumulator_dtype == torch.float64:
             raise UnsupportedError(f"{where} would round the fp64 sums of unit {unit.name!r}")
-
-
-def mirror_requests(grid: RankGrid, parameters: int) -> list[tuple[str, int]]:
-    """Regions of every heap that hold the words of one member on each other host."""
-    rows = grid.host_count - 1
-    return [
-        ("mirror/board", rows * BOARD_WORDS * 8),
-        ("mirror/reason", rows * REASON_BYTES),
-        ("mirror/abandoned", rows * 2 * REASON_BYTES),
-        ("mirror/pushes", rows * max(1, parameters) * 8),
-    ]
-
-
-def node_requests(nodes: RankGrid, units: tuple[UnitSpec, ...], sums_bytes: int) -> list[tuple[str, int]]:
-    """Regions of every heap for the node cache and the node sums, where shards span nodes. `sums_bytes` are those of a
-    node's sums for one member.
-    """
-    rows, count = nodes.host_count - 1, max(1, len(units))
-    requests = [
-        ("node/claims", rows * count * 2 * 8),
-        ("node/cached", rows * count * 8),
-        ("node/mutexes", rows * count * 2 * MUTEX_BYTES),
-    ]
-    for row in range(rows):
-        requests += [(f"cache/{row}/{unit.index}", max(_LINE, unit.published_bytes)) for unit in units]
-        requests.append((f"sums/{row}", max(_LINE, sums_bytes)))
-    return requests
-
-
-def arena_requests(grid: RankGrid, regions: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Regions of every heap that mirror these ones, of so many bytes, of one member on each other host."""
-    rows = grid.host_count - 1
-    return [(f"mirror/{name}", rows * nbytes) for name, nbytes in regions.items()] if rows else []
-
-
-def starts(units: tuple[UnitSpec, ...], shares: int = 1, dtype: torch.dtype | None = None) -> list[int]:
-    """For each unit the bytes before its accumulator among those of all units, and the bytes of all.
-
-    One of `shares` is kept of each, in `dtype` if it is not that of the accumulators.
-    """
-    sizes = (-(-unit.numel // shares) * (dtype or unit.accumulator_dtype).itemsize for unit in units)
-    return [0, *itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes)]

@@ -1,4 +1,4 @@
-"""Every word of the protocol, as data: who stores it, after what, who waits for it, and where it lies.
+"""Every word of the protocol, as data: what stores it, after what, what waits for it, and where it lies.
 
 docs/words.md and the diagram of docs/protocol.md are written from this table (`tests/support/protocol_pages.py`), and
 `Settings(check_protocol=True)` asserts the rules of it that concern values (`odc.protocol.check`).
@@ -38,7 +38,7 @@ class Need:
 
 @dataclass(frozen=True)
 class WordRule:
-    """One word. `after` is what its writer has done before it stores, `awaited` who waits for it; "" for no rank.
+    """One word. `after` is what its writer has done before it stores, `awaited` what waits for it; "" for nothing.
 
     `region` of the heap `of` some rank; a `*` stands for numbers. `needs` are what `after` means for other words.
     """

@@ -61,8 +61,8 @@ class Waiter:
             self._raise_abort(self._grid.me, doing)
 
     def await_reason(self, doing: str) -> None:
-        """Have the daemon say why a peer was lost, as its links and handles know who died or which host has vanished:
-        raise PeerLostError as `check` does, or return if it says nothing for five seconds. Never on its own thread.
+        """Wait until the daemon stores ABORT with the cause of a loss, which its links and handles know: raises
+        PeerLostError as `check` does, or returns after five seconds without one. Never on the daemon's thread.
         """
         deadline, backoff = Deadline(REASON_S), Backoff(REASON_POLL_S, REASON_LONGEST_POLL_S)
         while not deadline.passed():
@@ -82,7 +82,7 @@ class Waiter:
     ) -> None:
         """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
 
-        `member` is whose progress makes it true; `what` it has to do is said after "waiting for"; `lane` is the waiting
+        `member` is whose progress makes it true; `what` it has to do follows "waiting for" in messages; `lane` is the
         thread's in the trace; `pause` sleeps between two checks, a tenth of a second at most, where another thread of
         this rank can wake it. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
         made no progress for `timeout_s`. With `may_leave` its memory is read, which stays when it shuts down.
@@ -128,7 +128,7 @@ class Waiter:
             self._refresh()
             if peer.load(Word.ABORT):
                 self._raise_abort(member, f"waiting for {what}")
-            # LEFT is written after the member's last other word, so a second look decides.
+            # LEFT is written after the member's last other word, so a second load decides.
             if not may_leave and peer.load(Word.LEFT) and not ready():
                 self._raise_left(member, what)
             if deadline.passed(peer.load(Word.PROGRESS)):

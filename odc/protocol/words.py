@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Word(IntEnum):
-    """Index of a word on a rank's board. Unless said otherwise the rank itself writes it."""
+    """Index of a word on a rank's board. Unless noted otherwise the rank itself writes it."""
 
     PUBLISHED = 0  # newest epoch whose shards can be fetched
     DONE = 1  # newest epoch in which the rank will neither fetch nor push any more
@@ -23,7 +23,7 @@ class Word(IntEnum):
     WAITING = 12  # 0, or 1 + global rank of the peer that this rank waits for
     WAITING_EPOCH = 13  # the epoch in which it waits
     OFFERED = 14  # newest epoch for which the rank's microbatches are in the queue
-    PUBLISHING = 15  # newest epoch that the rank has begun to publish; readers outside the job look at it
+    PUBLISHING = 15  # newest epoch that the rank has begun to publish; readers outside the job load it
     OUTCOME_ODD = 16  # as OUTCOME_EVEN, for epochs of odd number
     GIVING_UP = 17  # newest epoch of whose minibatch the rank knows, before its end, that it will be abandoned
     REDUCED = 18  # newest epoch for which the rank has added up its part of its replicas' accumulators

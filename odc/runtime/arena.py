@@ -1,4 +1,4 @@
-"""A declared piece of every rank's heap in which ragged data lies until all who need it have copied it.
+"""A declared piece of every rank's heap in which ragged data lies until all ranks that need it have copied it.
 
 Its size is fixed when it is made, so an overflow raises an error that names the size needed. In a small arena fast
 ranks wait for slow ones. A member with nothing to read neither waits nor is waited for. The words by which an owner and
@@ -155,7 +155,7 @@ class Arena:
         self._words.show(number, slot.step, slot.offset, slot.nbytes, signature, slot.readers)
 
     def _reserve(self, slot: _Slot, number: int, channel: str) -> int:
-        """Find room and note who has it; waits for readers while there is none."""
+        """Find room and note its entry; waits for readers while there is none."""
         needed = entry_bytes(slot.nbytes)
         if needed > self.nbytes:
             raise HeapMemoryError(
@@ -231,7 +231,7 @@ class Arena:
         self._words.done(self._number(channel), step, owner)
 
     def touch(self, doing: str) -> None:
-        """Note progress for those who wait for this rank; raises `PeerLostError` if the job was aborted."""
+        """Note progress for ranks that wait for this one; raises `PeerLostError` if the job was aborted."""
         with self._lock:
             self._protocol.touch(doing)
 

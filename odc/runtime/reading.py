@@ -35,7 +35,7 @@ class ReadOnlyMember(ABC):
     rank: int
 
     @abstractmethod
-    def look(self) -> Mapping[Word, int]:
+    def load(self) -> Mapping[Word, int]:
         """The `READER_WORDS` of its board now. What is copied later is no older."""
 
     @abstractmethod
@@ -47,7 +47,7 @@ class ReadOnlyMember(ABC):
         """Fill `into`, uint8 [n] in CPU memory, from this byte of the heap on."""
 
     def fence(self) -> None:
-        """Have the next look be no older than what was copied."""
+        """The next `load` is no older than what was copied."""
         return
 
     @abstractmethod
@@ -113,7 +113,7 @@ class MappedMember(ReadOnlyMember):
         self._board = Words(self._memory.address + board, BOARD_WORDS, self._memory)
         self._process = ProcessHandle(answer.pid)
 
-    def look(self) -> Mapping[Word, int]:
+    def load(self) -> Mapping[Word, int]:
         return {word: self._board.load(word) for word in READER_WORDS}
 
     def expect(self, extents: Sequence[tuple[int, int]]) -> None:
@@ -127,7 +127,7 @@ class MappedMember(ReadOnlyMember):
 
     def refuse_if_gone(self, doing: str) -> None:
         alive = self._process.alive()  # first: a process that has ended well or with an error has stored why
-        self._refuse(doing, self.look(), ctypes.string_at(self._memory.address + self._reason, REASON_BYTES))
+        self._refuse(doing, self.load(), ctypes.string_at(self._memory.address + self._reason, REASON_BYTES))
         if not alive:
             raise PeerLostError(f"reader, {doing}: rank {self.rank} died", culprit=self.rank)
 
@@ -169,7 +169,7 @@ class RemoteMember(ReadOnlyMember):
         *words, digest = BOARD.unpack_from(said)
         return dict(zip(READER_WORDS, words, strict=True)), digest.decode(), said[BOARD.size :]
 
-    def look(self) -> Mapping[Word, int]:
+    def load(self) -> Mapping[Word, int]:
         return self._ask()[0]
 
     def expect(self, extents: Sequence[tuple[int, int]]) -> None:

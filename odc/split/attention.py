@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,32 +10,10 @@ from torch import Tensor
 from odc.errors import UnsupportedError
 from odc.split import _torch_private
 from odc.split.cut import Block, Sees
+from odc.split.handle import PieceHandle
 
 _ROWS = 1024  # queries at a time where scores are laid out in full
 Parts = dict[int, Tensor]  # by place: keys and values [2, heads, tokens, width]
-
-
-class Attends(Protocol):
-    """A piece of a split sample, or a rehearsal of one."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
-        """Attention over the whole sample; shapes as `odc.split.attend`."""
-        ...
-
-
-class PieceHandle:
-    """What a model passes to its layers as `odc_piece`.
-
-    A piece is a dataclass, which FSDP copies where it casts a module's arguments (`cast_forward_inputs`); this is none.
-
-    Attributes:
-        positions: of the piece's tokens in the sample, int64 [1, tokens of the piece].
-        vouched: the model was given these positions (`odc.split.positions`).
-    """
-
-    def __init__(self, piece: Attends, positions: Tensor) -> None:
-        self.attend = piece.attend
-        self.positions, self.vouched = positions, False
 
 
 @_torch_private.without_dynamo

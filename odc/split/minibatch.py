@@ -1,6 +1,6 @@
 """The open minibatch of a sharded model: how a rank gives it up because of a piece, and learns that others did.
 
-docs/protocol.md, "Pieces of split samples", says why no rank hangs.
+docs/protocol.md, "Pieces of split samples", explains why no rank hangs.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class PieceMinibatch:
     """One open minibatch of a root, which ends by `with model.minibatch()` or by `finalize_backward()`."""
 
     def __init__(self, root: Root) -> None:
-        self._machine, self._protocol = root.minibatch, root.member.protocol
+        self._machine, self._rank = root.minibatch, root.rank
         self.epoch = root.minibatch.epoch
         self._members = {rank: member for member, rank in enumerate(root.grid.ranks)}
-        self._protocol.attach_all()  # every rank comes to this minibatch; afterwards looking at a board never waits
+        root.member.protocol.attach_all()  # every rank comes to this minibatch; afterwards reading a board never waits
 
     @property
     def open(self) -> bool:
@@ -31,27 +31,23 @@ class PieceMinibatch:
     @property
     def lost(self) -> bool:
         """Whether this rank knows that the minibatch will be abandoned."""
-        return self._protocol.gives_up(self._protocol.grid.me)
+        return self._machine.lost
 
     def absent(self, rank: int) -> bool:
         """Whether a global rank takes no further part in pieces of this minibatch; PeerLostError if it was aborted."""
-        self._protocol.waiter.check("waiting for a piece of a split sample")
-        member = self._members.get(rank)
-        return member is not None and (self._protocol.gives_up(member) or self._protocol.is_done(member))
+        return self._machine.absent(self._members.get(rank), "waiting for a piece of a split sample")
 
     def lose(self, rank: int, what: str) -> None:
         """This rank waits in vain for another one, which is absent: go on without, and let others do so too.
 
         Raises OdcError, naming the rank, if it abandons nothing.
         """
-        if not self._protocol.gives_up(self._members[rank]):
-            me = self._protocol.grid.rank
+        if not self._machine.lose_with(self._members[rank]):
             raise OdcError(
-                f"rank {me} (epoch {self.epoch}): rank {rank} ended the minibatch without {what}; every rank must take "
-                "all its pieces of a plan, or call model.abandon_minibatch(reason)",
+                f"rank {self._rank} (epoch {self.epoch}): rank {rank} ended the minibatch without {what}; every rank "
+                "must take all its pieces of a plan, or call model.abandon_minibatch(reason)",
                 culprit=rank,
             )
-        self._protocol.give_up()
 
     def abandon(self, reason: str) -> None:
         """Give the minibatch up, on all ranks; nothing where it has ended already. Outside of a backward."""
@@ -70,7 +66,7 @@ def open_minibatch(model: nn.Module) -> PieceMinibatch | None:
     if top is None:
         return None
     root = root_of(top)
-    if not root.minibatch.explicit and not root.minibatch.manual:
+    if root.minibatch.ends_by_backward:
         return None
     root.minibatch.begin()
     return PieceMinibatch(root)
@@ -78,15 +74,11 @@ def open_minibatch(model: nn.Module) -> PieceMinibatch | None:
 
 @contextlib.contextmanager
 def ending_no_minibatch(model: nn.Module) -> Iterator[None]:
-    """Inside, a backward through the model ends no minibatch, whatever it is marked as. It must leave no gradients."""
-    before = [(root.minibatch, root.minibatch.explicit) for root in map(root_of, _tops(model))]
-    try:
-        for machine, _ in before:
-            machine.explicit = True
+    """Inside, a backward through the model ends no minibatch, whatever its mark. It must produce no gradients."""
+    with contextlib.ExitStack() as roots:
+        for top in _tops(model):
+            roots.enter_context(root_of(top).minibatch.ended_by_caller())
         yield
-    finally:
-        for machine, explicit in before:
-            machine.explicit = explicit
 
 
 def _tops(model: nn.Module) -> list[OdcModule]:

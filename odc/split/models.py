@@ -1,4 +1,4 @@
-"""Models of transformers: their attention made to ask for `odc_piece`, and those that cannot be split refused."""
+"""Models of transformers: their attention takes an `odc_piece`; models that cannot be split are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from odc.errors import UnsupportedError
 from odc.split.attention import attend
 
 _PREFIX = "odc_split_"
-#: Keywords that models hand down to every layer, and that say nothing about attention.
+#: Keywords that models hand down to every layer, and that attention does not depend on.
 HARMLESS = frozenset(
     {
         "position_ids",

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from odc.balance.slices import SplitSample
 from odc.errors import OdcError, UnsupportedError
-from odc.split.attention import Merged, Parts, PieceHandle, attend_blocks, attend_blocks_backward
+from odc.split.attention import Merged, Parts, attend_blocks, attend_blocks_backward
 from odc.split.cut import Cut, targets_of
 from odc.split.exchange import PieceExchange, mark_of
+from odc.split.handle import PieceHandle
 
 
 class _Seen(dict[int, Tensor]):

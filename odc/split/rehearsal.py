@@ -18,12 +18,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from odc.balance.slices import zigzag
 from odc.errors import OdcError, UnsupportedError
-from odc.split.attention import PieceHandle
 from odc.split.cut import Cut
+from odc.split.handle import PieceHandle, guard
 from odc.split.minibatch import ending_no_minibatch
 from odc.split.models import is_of_transformers, windows_of
 from odc.split.nudge import NudgedWeights
-from odc.split.positions import guard
 from odc.split.stage import CheckStage, PieceStage, WholeStage
 
 TOKENS, _PIECES, _IDS = 64, 2, 1000

@@ -1,6 +1,6 @@
 """What a training loop calls to run the split samples of a plan: the model's check, the arenas, piece after piece.
 
-docs/protocol.md, "Pieces of split samples", says why nothing hangs.
+docs/protocol.md, "Pieces of split samples", explains why nothing hangs.
 """
 
 from __future__ import annotations

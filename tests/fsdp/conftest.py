@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.failing import end
 from support.leaks import assert_nothing_left, shared_files
 from support.machines import LAYOUT, Rank
 from support.members import HeapGroup
+from support.ranks import RankOutcome, spawn_ranks
 
 from odc.fsdp import _torch_compat as compat
 from odc.settings import Settings
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[list[int]]:
-    """Put pids of ranks in; at the end of the test nothing of theirs may be left."""
+def ended() -> Iterator[Callable[..., list[RankOutcome]]]:
+    """`ended(program, *args)` runs a program on two ranks, or `world`, that are started for it, to their end.
+
+    Nothing of theirs may be left when the test ends.
+    """
     files, pids = shared_files(), list[int]()
-    yield pids
-    assert pids, "the test has named no ranks"
+
+    def run(program: Callable[..., object], *args: object, world: int = 2) -> list[RankOutcome]:
+        with spawn_ranks(world, program, *args) as job:
+            return end(job, pids)
+
+    yield run
+    assert pids, "the test has started no ranks"
     assert_nothing_left(pids, files)
 
 
 @pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+def queued(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """What would run at the end of the backward; torch's own part is left out."""
-    queued: list[Callable[[], None]] = []
+    callbacks: list[Callable[[], None]] = []
     monkeypatch.setattr(compat, "torch_finalize", lambda group: group.told.append("finalize"))
     monkeypatch.setattr(compat, "to_sharded", lambda group: group.told.append("reshard"))
-    monkeypatch.setattr(compat, "queue_after_backward", queued.append)
-    return queued
+    monkeypatch.setattr(compat, "queue_after_backward", callbacks.append)
+    return callbacks
+
+
+@pytest.fixture
+def name() -> str:
+    """Of keys in a job's store: unlike any other of the same ranks."""
+    return uuid.uuid4().hex
 
 
 @pytest.fixture

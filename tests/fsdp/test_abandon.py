@@ -12,10 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import programs
 from support.extent import examples
 from support.failing import end
-from support.models import Case, adamw, build, next_token_loss, own_gradients, own_parameters, tokens
-from support.rank_worker import tell
+from support.models import Case, adamw, build, own_gradients, own_parameters
+from support.on_ranks import on_ranks
 from support.ranks import RankPool, spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,7 +25,7 @@ from odc import AbandonedMinibatchError, Settings, fully_shard
 from odc.errors import UnfinishedMinibatchError
 
 Pools = Callable[[int], RankPool]
-Where = Literal["forward", "backward", "told"]
+Where = Literal["forward", "backward", "asked"]
 
 EXACT = Settings(reproducible=True)
 
@@ -38,7 +39,7 @@ class Fault:
     """What goes wrong in one microbatch of one rank.
 
     Attributes:
-        where: in the forward or the backward of a layer; "told": the rank says itself that it gives the minibatch up.
+        where: in the forward or the backward of a layer; "asked": the rank calls `abandon_minibatch`.
         layer: of the model; backward begins at the last.
     """
 
@@ -64,7 +65,7 @@ class Planned:
 
 @contextlib.contextmanager
 def broken(model: Any, fault: Fault | None) -> Iterator[None]:
-    """Raise `Boom` where the fault says."""
+    """Raise `Boom` where the fault is."""
 
     def boom(*unused: Any) -> None:
         raise Boom("bad sample")
@@ -73,7 +74,7 @@ def broken(model: Any, fault: Fault | None) -> Iterator[None]:
         if output.requires_grad:
             output.register_hook(boom)
 
-    if fault is None or fault.where == "told":
+    if fault is None or fault.where == "asked":
         yield
         return
     layer = model.layers[fault.layer]
@@ -85,9 +86,8 @@ def broken(model: Any, fault: Fault | None) -> Iterator[None]:
 
 
 def backward(model: Any, rank: int, number: int, microbatch: int, fault: Fault | None = None) -> None:
-    x = tokens(rank, number, microbatch)
     with broken(model, fault):
-        (next_token_loss(model(x), x) / 18).backward()
+        programs.backward(model, rank, number, microbatch)
 
 
 def in_blocks(model: Any, rank: int, number: int, minibatch: Planned) -> bool:
@@ -95,8 +95,8 @@ def in_blocks(model: Any, rank: int, number: int, minibatch: Planned) -> bool:
     with model.minibatch():
         for m in range(minibatch.counts[rank]):
             fault = minibatch.fault(rank, m)
-            if fault is not None and fault.where == "told":
-                model.abandon_minibatch("told to")
+            if fault is not None and fault.where == "asked":
+                model.abandon_minibatch("asked to")
                 continue
             try:
                 backward(model, rank, number, m, fault)
@@ -107,7 +107,7 @@ def in_blocks(model: Any, rank: int, number: int, minibatch: Planned) -> bool:
 
 
 def in_a_plain_loop(model: Any, rank: int, number: int, minibatch: Planned) -> bool:
-    """One backward; a fault in it is caught and not told to anybody. Returns whether there are gradients."""
+    """One backward; a fault in it is caught and not reported. Returns whether there are gradients."""
     fault = minibatch.fault(rank, 0)
     try:
         backward(model, rank, number, 0, fault)
@@ -165,7 +165,7 @@ def assert_as_if_never(pool: RankPool, plan: list[Planned], **how: Any) -> None:
     assert [digest for digest, _ in found] == [digest for digest, _ in clean]
 
 
-FAULTS = st.builds(Fault, st.sampled_from(["forward", "backward", "told"]), st.integers(0, 2))
+FAULTS = st.builds(Fault, st.sampled_from(["forward", "backward", "asked"]), st.integers(0, 2))
 
 
 @st.composite
@@ -185,24 +185,19 @@ def test_random_failures_leave_the_weights_of_a_run_without_them(ranks: Pools, p
     assert_as_if_never(ranks(2), plan)
 
 
-BAD = Planned((2, 1, 0, 3), (((3, 1), Fault("backward", 0)), ((0, 1), Fault("told"))))
+BAD = Planned((2, 1, 0, 3), (((3, 1), Fault("backward", 0)), ((0, 1), Fault("asked"))))
 GOOD = Planned((1, 2, 3, 1))
 
 
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({"hybrid": True}, id="hybrid"),
+        pytest.param({"hybrid": True, "chosen": Settings(reproducible=True, accumulate="direct")}, id="hybrid direct"),
         pytest.param({"checkpointing": "function"}, id="checkpointing", marks=pytest.mark.thorough),
     ],
 )
-def test_the_same_with_replicas_and_with_recomputation(ranks: Pools, how: dict[str, Any]) -> None:
+def test_the_same_with_replicas_direct_adds_and_recomputation(ranks: Pools, how: dict[str, Any]) -> None:
     assert_as_if_never(ranks(4), [GOOD, BAD, BAD, GOOD, BAD, GOOD], **how)
-
-
-def test_the_same_with_direct_adds(ranks: Pools) -> None:
-    plan = [Planned((2, 1), (((0, 1), Fault("backward", 1)),)), Planned((1, 2))]
-    assert_as_if_never(ranks(2), plan, chosen=Settings(reproducible=True, accumulate="direct"))
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -215,147 +210,67 @@ def test_a_plain_loop_goes_on_after_a_failed_backward(ranks: Pools, layer: int) 
 # one fault at a time -------------------------------------------------------------------------------------------------
 
 
-def sums_after_a_caught_error(rank: int, world: int) -> tuple[float, float]:
-    """The gradient's sum of a minibatch after one in which rank 1 has caught an error, and that of a new model."""
-    sums = []
-    for faulty in (True, False):
-        model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)), settings=EXACT)
-        if faulty:
-            with contextlib.suppress(AbandonedMinibatchError):
-                in_blocks(model, rank, 0, Planned((1, 1), (((1, 0), Fault("backward", 1)),)))
-        backward(model, rank, 1, 0)
-        sums.append(sum(float(g.abs().sum()) for g in own_gradients(model).values() if g is not None))
-    return sums[0], sums[1]
-
-
-def test_a_rank_that_has_caught_an_error_takes_part_in_later_steps(ranks: Pools) -> None:
-    for after, fresh in ranks(2).run(sums_after_a_caught_error):
-        assert after == fresh > 0
-
-
-def test_every_rank_is_told_who_gave_up_and_why(ranks: Pools) -> None:
-    def told_by(rank: int) -> str:
-        return f"rank {rank} (epoch 1): the minibatch was abandoned by rank 1: no memory for sample 7"
-
-    with spawn_ranks(2, one_message) as job:
-        outcomes = end(job, [])
-    for outcome in outcomes:
-        assert outcome.told[0].startswith(told_by(outcome.rank)), outcome.describe()
-
-
-def one_message(rank: int, world: int) -> None:
-    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)))
-    try:
-        with model.minibatch():
-            backward(model, rank, 0, 0)
-            if rank == 1:
-                model.abandon_minibatch("no memory for sample 7")
-    except AbandonedMinibatchError as error:
-        tell(str(error))
+def has_gradients(model: Any) -> bool:
+    found = any(gradient is not None for gradient in own_gradients(model).values())
+    model.zero_grad()
+    return found
 
 
 def leave_after_a_caught_error(rank: int, world: int) -> None:
-    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)))
+    model, _ = programs.new(fully_shard)
     with contextlib.suppress(Boom):
         backward(model, rank, 0, 0, Fault("backward", 0) if rank == 1 else None)
 
 
-def test_a_rank_that_leaves_after_an_error_that_it_has_caught_says_so() -> None:
+def test_a_rank_that_exits_after_an_error_that_it_has_caught_reports_it() -> None:
     with spawn_ranks(2, leave_after_a_caught_error, whole_end=True) as job:
         outcomes = end(job, [])
     assert outcomes[0].error == "PeerLostError", outcomes[0].describe()
     assert "rank 1 has left" in outcomes[0].message and "a backward that ended with an exc" in outcomes[0].message
 
 
-def reset(rank: int, world: int) -> list[bool]:
-    """FSDP2's way back after an error: rank 1 resets before, then after it has pushed anything."""
-    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)), settings=EXACT)
+@on_ranks(2)
+def test_reset_iter_state_costs_the_minibatch_only_if_gradients_were_pushed(rank: int, world: int) -> None:
+    """The head is in the root, whose gradients are pushed last: a fault in the last layer comes before any push."""
+    model, optimizer = programs.new(fully_shard, settings=EXACT)
     there = []
     for layer in (2, 0):
         try:
             backward(model, rank, 0, 0, Fault("backward", layer) if rank == 1 else None)
         except Boom:
+            with pytest.raises(UnfinishedMinibatchError, match="after a backward that ended with an exception"):
+                optimizer.step()
             model.reset_iter_state()
             if layer == 2:
                 backward(model, rank, 0, 0)
         except AbandonedMinibatchError:
-            pass
-        there.append(any(gradient is not None for gradient in own_gradients(model).values()))
-        model.zero_grad()
-    return there
+            assert rank == 0 and layer == 0
+        there.append(has_gradients(model))
+    assert there == [True, False]
 
 
-def test_reset_iter_state_costs_the_minibatch_only_if_gradients_were_pushed(ranks: Pools) -> None:
-    """The head is in the root, whose gradients are pushed last: a fault in the last layer comes before any push."""
-    assert ranks(2).run(reset) == [[True, False]] * 2
-
-
-def finalized_by_hand(rank: int, world: int) -> list[tuple[bool, bool]]:
-    """Three minibatches in manual mode, the first two given up: (whether it raised, whether there are gradients)."""
-    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)), settings=EXACT)
+@on_ranks(2)
+def test_a_minibatch_that_is_finalized_by_hand_can_be_given_up(rank: int, world: int) -> None:
+    model, _ = programs.new(fully_shard, settings=EXACT)
     model.set_manual_backward_finalization(True)
-    found = []
     for step in range(3):
         with contextlib.suppress(Boom):
             backward(model, rank, 0, 0, Fault("backward", 0) if rank == 1 and step == 0 else None)
         if rank == 0 and step == 1:
             model.abandon_minibatch("by hand")
-        try:
-            handle = model.finalize_backward(async_op=True)
-            assert handle is not None
+        handle = model.finalize_backward(async_op=True)
+        with pytest.raises(AbandonedMinibatchError) if step < 2 else contextlib.nullcontext():
             handle.wait()
-            raised = False
-        except AbandonedMinibatchError:
-            raised = True
-        found.append((raised, any(gradient is not None for gradient in own_gradients(model).values())))
-        model.zero_grad()
-    return found
+        assert has_gradients(model) == (step == 2)
 
 
-def test_a_minibatch_that_is_finalized_by_hand_can_be_given_up(ranks: Pools) -> None:
-    assert ranks(2).run(finalized_by_hand) == [[(True, False), (True, False), (False, True)]] * 2
-
-
-def two_roots(rank: int, world: int) -> list[bool]:
-    mesh = init_device_mesh("cpu", (world,))
-    roots = [build(fully_shard, Case(counts=((1, 1),)), mesh, settings=EXACT) for _ in range(2)]
-    there = []
+@on_ranks(2)
+def test_roots_that_share_a_minibatch_are_given_up_together(rank: int, world: int) -> None:
+    roots = [programs.new(fully_shard, settings=EXACT)[0] for _ in range(2)]
     for bad in (True, False):
         with contextlib.suppress(AbandonedMinibatchError), odc.minibatch(*roots):
             for root in roots:
                 backward(root, rank, 0, 0)
             if bad and rank == 0:
                 roots[1].abandon_minibatch("one of two")
-        there += [any(g is not None for g in own_gradients(root).values()) for root in roots]
-    return there
-
-
-def test_roots_that_share_a_minibatch_are_given_up_together(ranks: Pools) -> None:
-    assert ranks(2).run(two_roots) == [[False, False, True, True]] * 2
-
-
-def refused(rank: int, world: int) -> list[str]:
-    model = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)))
-    optimizer, said = adamw(model), list[str]()
-    with model.minibatch():
-        backward(model, rank, 0, 0)
-        for act in (lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), optimizer.step):
-            try:
-                act()
-            except UnfinishedMinibatchError as error:
-                said.append(str(error))
-    assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()) > 0
-    with contextlib.suppress(Boom):
-        backward(model, rank, 1, 0, Fault("backward", 0))
-    try:
-        optimizer.step()
-    except UnfinishedMinibatchError as error:
-        said.append(str(error))
-    return said
-
-
-def test_clipping_and_steps_are_refused_where_gradients_are_not_whole(ranks: Pools) -> None:
-    for said in ranks(2).run(refused):
-        assert "clip_grad_norm_() inside `with model.minibatch()`" in said[0]
-        assert "optimizer.step() inside `with model.minibatch()`" in said[1]
-        assert "after a backward that ended with an exception" in said[2]
+        assert [has_gradients(root) for root in roots] == [not bad] * 2

@@ -1,4 +1,4 @@
-"""A minibatch that a rank gives up, one call at a time: who learns what, and what is left for the next one."""
+"""A minibatch that a rank gives up, one call at a time: which rank learns what, and what remains for the next one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.machines import Rank, finish, states
 from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError
 from odc.protocol import HostRoute, RootState, Word
 
-pytestmark = pytest.mark.usefixtures("heard")
+pytestmark = pytest.mark.usefixtures("queued")
 
 
 def begin(ranks: list[Rank]) -> None:
@@ -18,7 +18,7 @@ def begin(ranks: list[Rank]) -> None:
         rank.machine.explicit = True
 
 
-def meet(ranks: list[Rank]) -> list[AbandonedMinibatchError | None]:
+def end_together(ranks: list[Rank]) -> list[AbandonedMinibatchError | None]:
     for rank in ranks:
         rank.machine.done()
     errors = [rank.machine.collect() for rank in ranks]
@@ -27,18 +27,23 @@ def meet(ranks: list[Rank]) -> list[AbandonedMinibatchError | None]:
     return errors
 
 
-def test_no_rank_has_a_gradient_and_each_is_told_who_and_why(two: list[Rank]) -> None:
+def assert_abandoned(ranks: list[Rank], culprit: int, reason: str) -> None:
+    for rank, error in zip((10, 13), end_together(ranks), strict=True):
+        assert error is not None and error.culprit == culprit and error.reason.startswith(reason)
+        assert f"rank {rank} (epoch 1): the minibatch was abandoned by rank {culprit}: {reason}" in str(error)
+    assert [rank.grads() for rank in ranks] == [[None] * 3] * 2
+    assert states(ranks) == [RootState.CLOSED] * 2
+
+
+def test_each_rank_learns_which_one_gave_up_and_why(two: list[Rank]) -> None:
     begin(two)
     two[0].push(0, 1.0)
     two[1].push(0, 2.0)
     two[1].machine.abandon("out of memory at sample 7")
     two[1].machine.abandon("only the first reason counts")
-    errors = meet(two)
-    assert [rank.grads() for rank in two] == [[None] * 3] * 2
-    for rank, error in zip((10, 13), errors, strict=True):
-        assert error is not None and (error.culprit, error.reason) == (13, "out of memory at sample 7")
-        assert f"rank {rank} (epoch 1): the minibatch was abandoned by rank 13: out of memory at sample 7" in str(error)
-    assert states(two) == [RootState.CLOSED] * 2
+    with pytest.raises(UnfinishedMinibatchError):
+        two[1].machine.close_evaluation("load_state_dict()")
+    assert_abandoned(two, 13, "out of memory at sample 7")
 
 
 def test_the_next_minibatch_holds_nothing_of_it(two: list[Rank]) -> None:
@@ -48,16 +53,16 @@ def test_the_next_minibatch_holds_nothing_of_it(two: list[Rank]) -> None:
             rank.push(0, 8.0)
             rank.push(1, 8.0)
         two[number % 2].machine.abandon("bad")
-        assert all(meet(two))
+        assert all(end_together(two))
         begin(two)
         two[0].push(1, 3.0)
         two[1].push(1, 1.0)
-        assert meet(two) == [None, None]
+        assert end_together(two) == [None, None]
         assert [rank.grads() for rank in two] == [[None, None, [2.0] * 3]] * 2
 
 
 def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its counts were never sent, so only the abandoned minibatch itself says that accumulators must be zeroed."""
+    """Its counts were never sent, so only the abandoned minibatch itself shows that accumulators must be zeroed."""
     begin(two)
     route = two[0].heaps.members[0].pusher.route
     assert isinstance(route, HostRoute)
@@ -74,11 +79,11 @@ def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkey
         with pytest.raises(MemoryError):
             two[0].push(0, 5.0)
     two[0].iteration.cut_short = "backward"
-    errors = meet(two)
-    assert [error.culprit for error in errors if error] == [10, 10]
+    assert_abandoned(two, 10, "a backward ended with an exception")
+    assert two[0].iteration.resets
     begin(two)
     two[1].push(0, 2.0)
-    meet(two)
+    end_together(two)
     assert two[0].grads() == [[1.0] * 4, [1.0] * 2, None]
 
 
@@ -86,25 +91,15 @@ def test_a_push_that_fails_behind_backward_gives_the_minibatch_up(
     two: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(two)
-    failures: list[Exception] = [MemoryError("no room")]
+    failures: list[Exception] = [MemoryError("still no room"), MemoryError("no room")]
 
     def flush() -> None:
         if failures:
             raise failures.pop()
 
     monkeypatch.setattr(two[0].sender, "flush", flush)
-    errors = meet(two)
-    assert [error.reason for error in errors if error] == ["a push failed (MemoryError: no room)"] * 2
-
-
-def test_a_backward_that_ended_with_an_exception_gives_the_minibatch_up(two: list[Rank]) -> None:
-    begin(two)
-    two[0].push(0, 1.0)
-    two[0].iteration.cut_short = "backward"
-    errors = meet(two)
-    assert [error.culprit for error in errors if error] == [10, 10]
-    assert "a backward ended with an exception" in str(errors[1])
-    assert two[0].iteration.resets
+    assert_abandoned(two, 10, "a push failed (MemoryError: no room)")
+    assert not failures, "flushed until nothing is under way"
 
 
 def test_a_forward_that_ended_with_an_exception_costs_its_microbatch_only(two: list[Rank]) -> None:
@@ -113,7 +108,7 @@ def test_a_forward_that_ended_with_an_exception_costs_its_microbatch_only(two: l
     two[0].iteration.cut_short = "forward"
     two[0].machine.recover()
     assert two[0].iteration.resets == 1
-    assert meet(two) == [None, None]
+    assert end_together(two) == [None, None]
     assert two[1].grads()[0] == [3.0] * 4
 
 
@@ -123,18 +118,15 @@ def test_in_a_plain_loop_the_next_forward_ends_the_minibatch_of_a_failed_backwar
     two[1].push(0, 1.0)
     two[1].machine.done()
     two[0].iteration.cut_short = "backward"
+    for change in (two[0].machine.before_step, two[0].machine.publish):
+        with pytest.raises(UnfinishedMinibatchError, match="a backward that ended with an exception"):
+            change()
     two[0].machine.recover()  # returns: this rank has had its exception
     assert states(two)[0] is RootState.CLOSED
     error = two[1].machine.collect()
     assert error is not None and error.culprit == 10
-    finish(two)
-    assert [rank.machine.epoch for rank in two] == [2, 2]
-
-
-def test_abandon_does_nothing_where_no_minibatch_is_open(two: list[Rank]) -> None:
-    finish(two)
-    two[0].machine.abandon("late")
-    assert two[0].machine.given_up is None
+    two[0].machine.abandon("none is open")
+    assert two[0].machine.current.given_up is None
     finish(two)
     assert [rank.machine.epoch for rank in two] == [2, 2]
 
@@ -142,29 +134,13 @@ def test_abandon_does_nothing_where_no_minibatch_is_open(two: list[Rank]) -> Non
 def test_reset_gives_up_what_was_pushed_and_nothing_else(two: list[Rank]) -> None:
     begin(two)
     two[0].machine.reset()
-    assert two[0].iteration.resets == 1 and two[0].machine.given_up is None
+    assert two[0].iteration.resets == 1 and two[0].machine.current.given_up is None
     two[0].push(0, 1.0)
     two[0].machine.reset()
-    errors = meet(two)
-    assert "reset_iter_state()" in str(errors[1])
+    assert_abandoned(two, 10, "reset_iter_state()")
 
 
-@pytest.mark.parametrize("what", ["before_step", "publish"])
-def test_weights_do_not_change_after_a_failed_backward(two: list[Rank], what: str) -> None:
-    two[0].machine.begin()
-    two[0].iteration.cut_short = "backward"
-    with pytest.raises(UnfinishedMinibatchError, match="a backward that ended with an exception"):
-        getattr(two[0].machine, what)()
-
-
-def test_an_abandoned_minibatch_is_not_closed_as_an_evaluation(two: list[Rank]) -> None:
-    begin(two)
-    two[0].machine.abandon("bad")
-    with pytest.raises(UnfinishedMinibatchError):
-        two[0].machine.close_evaluation("load_state_dict()")
-
-
-def test_an_error_at_the_meeting_ends_the_job_and_is_not_stepped_over(
+def test_an_error_at_the_end_ends_the_job_and_is_not_stepped_over(
     two: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin(two)
@@ -200,5 +176,5 @@ def test_hooks_that_run_when_gradients_are_written_may_step_and_clip(
         stepped.append(True)
 
     monkeypatch.setattr(two[0].groups[0].odc_params[0], "add_gradient", hook)
-    assert meet(two) == [None, None]
+    assert end_together(two) == [None, None]
     assert stepped == [True]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import own_gradients
+from support.on_ranks import on_ranks
 from support.programs import backward, new
 from support.ranks import RankPool
 from torch.distributed import fsdp
@@ -37,7 +38,9 @@ def in_a_block(rank: int, counts: tuple[int, int]) -> Gradients:
     return own_gradients(model)
 
 
-def _unequal(rank: int, world: int, early: bool) -> None:
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2)
+def test_only_finalize_ends_the_minibatch(rank: int, world: int, early: bool) -> None:
     """Any number of backwards on each rank, none of which ends the minibatch, whatever it is marked as."""
     counts = (0, 3)
     model, optimizer = new(fully_shard)
@@ -62,18 +65,14 @@ def _unequal(rank: int, world: int, early: bool) -> None:
     assert all(grad is not None for grad in own_gradients(model).values()), "a last backward ends it again"
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_only_finalize_ends_the_minibatch(ranks: Pools, early: bool) -> None:
-    ranks(2).run(_unequal, early)
-
-
-def _asynchronous(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_asynchronous_end_is_over_after_wait(rank: int, world: int) -> None:
     model, optimizer = new(fully_shard)
     model.set_manual_backward_finalization(True)
     backward(model, rank, 0)
     handle = model.finalize_backward(async_op=True)
     assert isinstance(handle, getattr(fsdp, "GradientReductionHandle", object))
-    assert all(grad is None for grad in own_gradients(model).values()), "nobody has waited"
+    assert all(grad is None for grad in own_gradients(model).values()), "no rank has waited"
     with pytest.raises(UnfinishedMinibatchError, match=r"optimizer.step\(\) before .* wait\(\)"):
         optimizer.step()
     with pytest.raises(UnfinishedMinibatchError, match=r"finalize_backward\(\) before wait\(\)"):
@@ -88,11 +87,8 @@ def _asynchronous(rank: int, world: int) -> None:
     equal(found, in_a_block(rank, (1, 1)))
 
 
-def test_an_asynchronous_end_is_over_after_wait(ranks: Pools) -> None:
-    ranks(2).run(_asynchronous)
-
-
-def _unsynced(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_without_gradient_sync_the_minibatch_goes_on(rank: int, world: int) -> None:
     """As in torch, without gradient sync nothing is reduced, and the backwards that follow add to it."""
     model, _ = new(fully_shard)
     model.set_manual_backward_finalization(True)
@@ -104,10 +100,6 @@ def _unsynced(rank: int, world: int) -> None:
     backward(model, rank, 0, 1)
     model.finalize_backward()
     equal(own_gradients(model), in_a_block(rank, (2, 2)))
-
-
-def test_without_gradient_sync_the_minibatch_goes_on(ranks: Pools) -> None:
-    ranks(2).run(_unsynced)
 
 
 def _refused(rank: int, world: int) -> None:
@@ -157,7 +149,8 @@ def test_a_call_at_the_wrong_place_or_time_is_refused(ranks: Pools, program: Cal
     ranks(2).run(program)
 
 
-def _keeps(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_kept_storage_keeps_its_place_and_no_old_weights(rank: int, world: int) -> None:
     model, optimizer = new(fully_shard)
     unit = model.layers[0]
     if not hasattr(FSDPModule, "set_keep_unsharded_storage"):
@@ -180,11 +173,8 @@ def _keeps(rank: int, world: int) -> None:
         assert torch.equal(mine.to_local(), other.to_local()), "kept memory never keeps old weights"
 
 
-def test_kept_storage_keeps_its_place_and_no_old_weights(ranks: Pools) -> None:
-    ranks(2).run(_keeps)
-
-
-def _state(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_fully_shard_gives_the_state_as_torchs_does(rank: int, world: int) -> None:
     model, _ = new(fully_shard)
     states = [fully_shard.state(module) for module in (model, *model.layers)]  # type: ignore[attr-defined]
     assert len(set(states)) == 1 + len(model.layers) and None not in states
@@ -192,18 +182,11 @@ def _state(rank: int, world: int) -> None:
     assert odc.fully_shard.state(torch.nn.Linear(1, 1)) is None  # type: ignore[attr-defined]
 
 
-def test_fully_shard_gives_the_state_as_torchs_does(ranks: Pools) -> None:
-    ranks(2).run(_state)
-
-
-def _buffers(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_torch_refuses_as_a_number_of_buffers_is_refused(rank: int, world: int) -> None:
     model, _ = new(fully_shard)
     for refused, error in ((0, ValueError), (-1, ValueError), (True, TypeError), (1.0, TypeError), (None, TypeError)):
         with pytest.raises(error, match="max_input_buffers must be"):
             model.set_reduce_scatter_max_input_buffers(refused)
     assert model.set_reduce_scatter_max_input_buffers(2) is None
     assert model.layers[0].set_reduce_scatter_max_input_buffers(1, recurse=False) is None
-
-
-def test_what_torch_refuses_as_a_number_of_buffers_is_refused(ranks: Pools) -> None:
-    ranks(2).run(_buffers)

@@ -1,4 +1,4 @@
-"""`model.claim`: whoever computes what, the gradients are those of the whole minibatch; and how it fails."""
+"""`model.claim`: whichever rank computes what, the gradients are those of the whole minibatch; and how it fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import random
 import re
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -17,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.compare import differences
 from support.extent import examples
-from support.failing import WORLD, assert_all_noticed, end
+from support.failing import WORLD, assert_all_noticed
 from support.models import Case, build, next_token_loss, own_gradients, tokens
+from support.on_ranks import on_ranks
 from support.rank_worker import die, tell
-from support.ranks import RankPool, spawn_ranks
+from support.ranks import RankOutcome, RankPool
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import OdcError, Settings, fully_shard
@@ -29,6 +29,7 @@ from odc.fsdp import default_store
 from odc.memory import atomics, plain_x86_64
 
 Pools = Callable[[int], RankPool]
+Ended = Callable[..., list[RankOutcome]]
 CASE = Case(counts=((0,),))
 ROOM = 16 << 10
 
@@ -51,14 +52,14 @@ def backward(model: Any, x: torch.Tensor) -> None:
     (next_token_loss(model(x, skip=skip), x) / 50).backward()
 
 
-def claim_all(model: Any, mine: Sequence[dict[str, torch.Tensor]], nap: Callable[[], float]) -> list[int]:
+def claim_all(model: Any, mine: Sequence[dict[str, torch.Tensor]], pause: Callable[[], float]) -> list[int]:
     """One minibatch of the queue; returns the places in it that this rank computed."""
     numbers = []
     with model.minibatch():
         claims = model.claim(mine)
         for microbatch in claims:
             numbers.append(claims.number)
-            time.sleep(nap())
+            time.sleep(pause())
             backward(model, microbatch["x"])
     return numbers
 
@@ -76,11 +77,11 @@ Seen = list[dict[str, torch.Tensor | None]]
 
 
 def one_run(
-    rank: int, world: int, counts: Sequence[Sequence[int]], seed: int | None, nap_s: float = 0.0, **chosen: Any
+    rank: int, world: int, counts: Sequence[Sequence[int]], seed: int | None, pause_s: float = 0.0, **chosen: Any
 ) -> tuple[Seen, list[list[int]]]:
     """Gradients by step, and the places this rank computed; `seed` None: each its own, without a queue.
 
-    Naps last up to `nap_s`, and five times that on one rank.
+    Pauses last up to `pause_s`, and five times that on one rank.
     """
     model, seen, numbers = sharded(world, **chosen), Seen(), list[list[int]]()
     draw = random.Random(f"{seed} {rank}")
@@ -92,23 +93,23 @@ def one_run(
                 for microbatch in mine:
                     backward(model, microbatch["x"])
         else:
-            naps = 5 * nap_s if rank == slow else nap_s
-            numbers.append(claim_all(model, mine, lambda longest=naps: draw.random() * longest))
+            longest = 5 * pause_s if rank == slow else pause_s
+            numbers.append(claim_all(model, mine, lambda longest=longest: draw.random() * longest))
         seen.append(own_gradients(model))
         step_down(model)
     return seen, numbers
 
 
-# right whoever computes ------------------------------------------------------------------------------------------
+# right whichever rank computes -----------------------------------------------------------------------------------
 
 
-def same_bits_under_naps(
-    rank: int, world: int, counts: Any, seeds: list[int], nap_s: float, chosen: Any
+def same_bits_under_pauses(
+    rank: int, world: int, counts: Any, seeds: list[int], pause_s: float, chosen: Any
 ) -> list[list[list[int]]]:
     reference, _ = one_run(rank, world, counts, None, reproducible=True, **chosen)
     numbers = []
     for seed in seeds:
-        seen, computed = one_run(rank, world, counts, seed, nap_s, reproducible=True, **chosen)
+        seen, computed = one_run(rank, world, counts, seed, pause_s, reproducible=True, **chosen)
         wrong = [line for mine, other in zip(seen, reference, strict=True) for line in differences(mine, other, None)]
         assert not wrong, "\n".join(wrong)
         numbers.append(computed)
@@ -121,31 +122,28 @@ def assert_each_once(by_rank: Sequence[Sequence[Sequence[int]]], counts: Sequenc
         assert sorted(number for one in by_rank for number in one[step]) == list(range(sum(loads)))
 
 
-@pytest.mark.parametrize("accumulate", ["server", "direct"])
-def test_reproducible_gives_the_bits_of_static_ranks_whoever_computed_what(ranks: Pools, accumulate: str) -> None:
-    counts, seeds = ((3, 1), (0, 5), (2, 2)), [1, 2, 3, 4]
-    for nap_s in (0.002, 0.02, 0.2):  # the slower the machine, the longer a nap must be to matter
-        found = ranks(2).run(same_bits_under_naps, counts, seeds, nap_s, {"accumulate": accumulate})
-        for n in range(len(seeds)):
-            assert_each_once([by_seed[n] for by_seed in found], counts)
-        if len({str(numbers) for numbers in found[0]}) > 1:
+@pytest.mark.parametrize(
+    ("counts", "chosen", "pauses_s"),
+    [
+        # The slower the machine, the longer a pause must be to change which rank computes what.
+        (((3, 1), (0, 5), (2, 2)), {"accumulate": "server"}, (0.002, 0.02, 0.2)),
+        (((3, 1), (0, 5), (2, 2)), {"accumulate": "direct"}, (0.002, 0.02, 0.2)),
+        # The first minibatch is one row: on some rank one layer may not run before the third.
+        (((1, 0), (3, 0), (2, 3)), {"low_precision": True}, (0.002,)),
+        (((5, 0, 1, 2), (0, 0, 7, 0)), {"hybrid": True}, (0.002,)),  # the queue spans all replicas
+    ],
+    ids=["server", "direct", "bf16", "replicas"],
+)
+def test_reproducible_gives_the_bits_of_static_ranks_whichever_computed_what(
+    ranks: Pools, counts: tuple[tuple[int, ...], ...], chosen: dict[str, Any], pauses_s: tuple[float, ...]
+) -> None:
+    for pause_s in pauses_s:
+        found = ranks(len(counts[0])).run(same_bits_under_pauses, counts, [1, 2, 3, 4], pause_s, chosen)
+        for by_rank in zip(*found, strict=True):  # of one seed
+            assert_each_once(by_rank, counts)
+        if len(pauses_s) == 1 or len({str(numbers) for numbers in found[0]}) > 1:
             return
-    pytest.fail("the naps changed nothing: this shows nothing")
-
-
-def test_in_bf16_a_layer_that_nobody_has_used_yet(ranks: Pools) -> None:
-    """The first minibatch is one row, and on some rank the layer may not run in the second either."""
-    counts, chosen = ((1, 0), (3, 0), (2, 3)), {"low_precision": True}
-    found = ranks(2).run(same_bits_under_naps, counts, [1, 2], 0.002, chosen)
-    for n in range(2):
-        assert_each_once([by_seed[n] for by_seed in found], counts)
-
-
-def test_the_queue_spans_all_replicas(ranks: Pools) -> None:
-    counts, seeds = ((5, 0, 1, 2), (0, 0, 7, 0)), [1, 2]
-    found = ranks(4).run(same_bits_under_naps, counts, seeds, 0.002, {"hybrid": True})
-    for n in range(len(seeds)):
-        assert_each_once([by_seed[n] for by_seed in found], counts)
+    pytest.fail("the pauses changed nothing: this shows nothing")
 
 
 def rounding(values: torch.Tensor) -> torch.Tensor:
@@ -164,11 +162,12 @@ def near_the_static_arm(rank: int, world: int, counts: Any, seed: int) -> list[l
 @given(
     counts=st.lists(st.tuples(*[st.integers(0, 4)] * 2), min_size=1, max_size=3).map(tuple), seed=st.integers(0, 999)
 )
-def test_any_counts_under_any_naps(ranks: Pools, counts: tuple[tuple[int, int], ...], seed: int) -> None:
+def test_any_counts_under_any_pauses(ranks: Pools, counts: tuple[tuple[int, int], ...], seed: int) -> None:
     assert_each_once(ranks(2).run(near_the_static_arm, counts, seed), counts)
 
 
-def slow_first_rank(rank: int, world: int, name: str) -> tuple[int, list[int]]:
+@on_ranks(2)
+def test_a_rank_may_compute_nothing(rank: int, world: int, name: str) -> None:
     """Rank 0 comes late to its first claim; the other has emptied the queue by then."""
     model, store = sharded(world), default_store()
     with model.minibatch():
@@ -180,13 +179,8 @@ def slow_first_rank(rank: int, world: int, name: str) -> tuple[int, list[int]]:
             backward(model, one["x"])
             numbers.append(claims.number)
         store.set(f"{name} is empty", "")
-    return sum(gradient is not None for gradient in own_gradients(model).values()), numbers
-
-
-def test_a_rank_may_compute_nothing(ranks: Pools) -> None:
-    (there, first), (there_too, second) = ranks(2).run(slow_first_rank, uuid.uuid4().hex)
-    assert first == [] and second == list(range(6))
-    assert there == there_too > 0
+    assert numbers == list(range(6 * rank))
+    assert any(gradient is not None for gradient in own_gradients(model).values())
 
 
 # refusals --------------------------------------------------------------------------------------------------------
@@ -201,9 +195,8 @@ def refusals_before_work(rank: int, world: int) -> None:
         plain.claim([])
 
 
-def test_no_queue_and_no_minibatch_are_refused(nothing_left: list[int]) -> None:
-    with spawn_ranks(1, refusals_before_work) as job:
-        (outcome,) = end(job, nothing_left)
+def test_no_queue_and_no_minibatch_are_refused(ended: Ended) -> None:
+    (outcome,) = ended(refusals_before_work, world=1)
     assert outcome.answered and outcome.error is None, outcome.describe()
 
 
@@ -240,10 +233,9 @@ def too_much(rank: int, world: int) -> None:
     ],
 )
 def test_what_breaks_the_rules_ends_the_job_on_every_rank(
-    program: Callable[[int, int], None], culprit: int, message: str, nothing_left: list[int]
+    program: Callable[[int, int], None], culprit: int, message: str, ended: Ended
 ) -> None:
-    with spawn_ranks(2, program) as job:
-        outcomes = end(job, nothing_left)
+    outcomes = ended(program)
     assert re.search(message, outcomes[culprit].message), outcomes[culprit].describe()
     other = outcomes[1 - culprit]
     assert other.error == "PeerLostError" and re.search(message, other.message), other.describe()
@@ -256,7 +248,7 @@ def test_without_libatomic_a_queue_is_refused_before_any_work() -> None:
 
 
 def mock_mesh() -> Any:
-    """As much of a mesh as is looked at before the settings."""
+    """As much of a mesh as is read before the settings."""
     return mock.Mock(ndim=1, device_type="cpu")
 
 
@@ -294,9 +286,8 @@ def train_until_the_end(rank: int, world: int, at: str, culprit: int) -> None:
     ("at", "culprit"),
     [("before it offers", 1), ("after it has offered", 0), ("with a claim", 0), ("between claims", 2)],
 )
-def test_killed_in_the_middle_of_the_queue(at: str, culprit: int, nothing_left: list[int]) -> None:
-    """Rank 0 is the queue's home: its memory outlives it for those who have mapped it."""
-    with spawn_ranks(WORLD, train_until_the_end, at, culprit) as job:
-        outcomes = end(job, nothing_left)
+def test_killed_in_the_middle_of_the_queue(at: str, culprit: int, ended: Ended) -> None:
+    """Rank 0 is the queue's home: its memory outlives it for the ranks that have mapped it."""
+    outcomes = ended(train_until_the_end, at, culprit, world=WORLD)
     assert outcomes[culprit].exit_code == -9, outcomes[culprit].describe()
     assert_all_noticed(outcomes, culprit, outcomes[culprit].told[-1][0])

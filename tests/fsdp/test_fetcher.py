@@ -44,7 +44,7 @@ class Param:
 
 
 class Gated:
-    """Published shards whose fetch waits until it is let."""
+    """Published shards whose fetch waits until the gate is open."""
 
     def __init__(self, group: HeapGroup) -> None:
         self.real, self.count = group.members[0].shards, group.members[0].shards.count
@@ -90,44 +90,35 @@ def values(param: Param) -> list[float]:
 # one fetch -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("shard_dim", [0, 1])
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("now", [True, False])
-def test_a_fetch_fills_the_parameters_in_place_and_makes_them_ready(group: HeapGroup, ahead: int, now: bool) -> None:
+def test_a_fetch_fills_the_parameters_and_makes_them_ready(
+    group: HeapGroup, ahead: int, now: bool, shard_dim: int
+) -> None:
+    """In place, except for one that is sharded along another dimension, which is rearranged."""
     with fetching(group, ahead) as (fetcher, gated):
         gated.open.set()
-        params = [Param(6), Param(1)]
+        params = [Param(6, shard_dim), Param(1)]
         start(fetcher, group, params, now=now).wait()
         assert values(params[0]) == [1.0] * 6 + [2.0] * 6
         assert values(params[1]) == [1.0, 2.0]
-        assert [param.told for param in params] == [["ready"], ["ready"]]
+        assert [param.told for param in params] == [["rearrange", "ready"][1 - shard_dim :], ["ready"]]
 
 
-def test_a_parameter_sharded_along_another_dimension_is_rearranged_first(group: HeapGroup) -> None:
-    with fetching(group, 0) as (fetcher, gated):
-        gated.open.set()
-        params = [Param(6, shard_dim=1), Param(1)]
-        start(fetcher, group, params).wait()
-        assert params[0].told == ["rearrange", "ready"]
-        assert params[1].told == ["ready"]
-        assert values(params[0]) == [1.0] * 6 + [2.0] * 6
-
-
-def test_what_is_needed_at_once_is_copied_by_who_needs_it(group: HeapGroup) -> None:
+@pytest.mark.parametrize(("now", "thread", "lane"), [(True, "MainThread", "main"), (False, "odc-fetch", "fetch")])
+def test_what_is_needed_at_once_is_copied_by_the_thread_that_needs_it(
+    group: HeapGroup, now: bool, thread: str, lane: str
+) -> None:
+    recorder().clear()
     with fetching(group, 1) as (fetcher, gated):
-        fetch = start(fetcher, group, [Param(6), Param(1)], now=True)
-        assert not gated.begun.wait(0.05), "nobody begins before it is waited for"
+        fetch = start(fetcher, group, [Param(3)], 1, now=now)
+        assert gated.begun.wait(0.05 if now else 60.0) != now, "ahead of use it begins before it is waited for"
         gated.open.set()
         fetch.wait()
-        assert gated.lanes == ["MainThread"]
-
-
-def test_what_is_fetched_ahead_is_copied_by_the_fetch_thread(group: HeapGroup) -> None:
-    with fetching(group, 1) as (fetcher, gated):
-        fetch = start(fetcher, group, [Param(6), Param(1)])
-        assert gated.begun.wait(60.0), "it is under way before anybody waits for it"
-        gated.open.set()
-        fetch.wait()
-        assert gated.lanes == ["odc-fetch"]
+        assert gated.lanes == [thread]
+    (span,) = [span for span in recorder().spans() if span.category == FETCH]
+    assert (span.unit, span.nbytes, span.lane) == ("u1", group.units[1].published_bytes, lane)
 
 
 def test_a_fetch_that_is_given_up_copies_nothing_afterwards_and_frees_its_memory(group: HeapGroup) -> None:
@@ -138,8 +129,7 @@ def test_a_fetch_that_is_given_up_copies_nothing_afterwards_and_frees_its_memory
         queued.drop()
         gated.open.set()
         hold.wait()
-        after = start(fetcher, group, [Param(3)], 1)
-        after.wait()
+        start(fetcher, group, [Param(3)], 1).wait()
         assert values(params[0]) == [-1.0] * 12
         assert [param.told for param in params] == [["free"], ["free"]]
 
@@ -168,92 +158,62 @@ def test_an_error_of_the_fetch_thread_is_raised_where_the_unit_is_needed(group: 
             fetch.wait()
 
 
-def test_a_fetch_is_recorded_with_its_unit_bytes_and_lane(group: HeapGroup) -> None:
-    with fetching(group, 1) as (fetcher, gated):
-        gated.open.set()
-        recorder().clear()
-        start(fetcher, group, [Param(3)], 1).wait()
-        start(fetcher, group, [Param(3)], 1, now=True).wait()
-        spans = [span for span in recorder().spans() if span.category == FETCH]
-        expected = group.units[1].published_bytes
-        assert [(s.unit, s.nbytes, s.lane) for s in spans] == [("u1", expected, "fetch"), ("u1", expected, "main")]
-
-
 # ahead ---------------------------------------------------------------------------------------------------------------
 
 
 class Unit:
     """Stands in for a group that may be fetched ahead of use."""
 
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log = name, log
+    log = ""  # of all units: what was fetched ahead
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def unshard(self) -> None:
-        self.log.append(self.name)
+        Unit.log += self.name
 
 
-def passes(fetcher: Fetcher, units: list[Unit], log: list[str], phase: str = "forward") -> list[list[str]]:
+def passes(fetcher: Fetcher, units: list[Unit], phase: str = "forward") -> list[str]:
     """Use the units one after the other; returns what was fetched ahead at each."""
     fetcher.restart(phase)
     found = []
     for unit in units:
-        log.clear()
-        fetcher.used(unit, phase)
-        found.append(list(log))
+        Unit.log = ""
+        fetcher.used(unit, phase)  # type: ignore[arg-type]
+        found.append(Unit.log)
     return found
 
 
 def test_what_came_next_last_time_is_fetched_ahead(group: HeapGroup) -> None:
-    log: list[str] = []
-    a, b, c = units = [Unit(name, log) for name in "abc"]
+    a, b, c = units = [Unit(name) for name in "abc"]
     with fetching(group, 1) as (fetcher, _):
-        assert passes(fetcher, units, log) == [[], [], []], "nothing is known yet"
-        assert passes(fetcher, units, log) == [["b"], ["c"], []], "and nothing follows the last"
-        assert passes(fetcher, [a, c, b], log) == [["b"], [], ["c"]], "the order has changed"
-        assert passes(fetcher, [a, c, b], log)[:2] == [["c"], ["b"]]
+        assert passes(fetcher, units) == ["", "", ""], "nothing is known yet"
+        assert passes(fetcher, units[::-1], "backward") == ["", "", ""], "phases are learnt apart"
+        assert passes(fetcher, units[::-1], "backward") == ["b", "a", ""]
+        assert passes(fetcher, units) == ["b", "c", ""], "and nothing follows the last"
+        assert passes(fetcher, [a, c, b]) == ["b", "", "c"], "the order has changed"
+        assert passes(fetcher, [a, c, b])[:2] == ["c", "b"]
 
 
-def test_phases_are_learnt_apart(group: HeapGroup) -> None:
-    log: list[str] = []
-    units = [Unit(name, log) for name in "abc"]
-    with fetching(group, 1) as (fetcher, _):
-        passes(fetcher, units, log, "forward")
-        assert passes(fetcher, units[::-1], log, "backward") == [[], [], []]
-        assert passes(fetcher, units[::-1], log, "backward") == [["b"], ["a"], []]
-        assert passes(fetcher, units, log, "forward") == [["b"], ["c"], []]
-
-
-def test_as_many_units_as_set_are_fetched_ahead(group: HeapGroup) -> None:
-    log: list[str] = []
-    units = [Unit(name, log) for name in "abcd"]
-    with fetching(group, 2) as (fetcher, _):
-        passes(fetcher, units, log)
-        assert passes(fetcher, units, log) == [["b", "c"], ["c", "d"], ["d"], []]
-
-
-def test_nothing_is_fetched_ahead_when_told_so(group: HeapGroup) -> None:
-    log: list[str] = []
-    units = [Unit(name, log) for name in "abc"]
-    before = threading.active_count()
-    with fetching(group, 0) as (fetcher, _):
-        assert threading.active_count() == before
-        passes(fetcher, units, log)
-        assert passes(fetcher, units, log) == [[], [], []]
+@pytest.mark.parametrize(("ahead", "found"), [(0, ["", "", "", ""]), (2, ["bc", "cd", "d", ""])])
+def test_as_many_units_as_set_are_fetched_ahead(group: HeapGroup, ahead: int, found: list[str]) -> None:
+    units = [Unit(name) for name in "abcd"]
+    with fetching(group, ahead) as (fetcher, _):
+        passes(fetcher, units)
+        assert passes(fetcher, units) == found
 
 
 def test_a_unit_used_twice_in_a_row_does_not_follow_itself(group: HeapGroup) -> None:
-    log: list[str] = []
-    a, b = (Unit(name, log) for name in "ab")
+    a, b = Unit("a"), Unit("b")
     with fetching(group, 1) as (fetcher, _):
-        passes(fetcher, [a, a, b], log)
-        assert passes(fetcher, [a, a, b], log) == [["b"], ["b"], []]
+        passes(fetcher, [a, a, b])
+        assert passes(fetcher, [a, a, b]) == ["b", "b", ""]
 
 
 def test_a_unit_that_is_gone_is_not_kept_alive_nor_fetched(group: HeapGroup) -> None:
-    log: list[str] = []
-    a, b = Unit("a", log), Unit("b", log)
+    a, b = Unit("a"), Unit("b")
     with fetching(group, 1) as (fetcher, _):
-        passes(fetcher, [a, b], log)
+        passes(fetcher, [a, b])
         del b
         gc.collect()
-        assert passes(fetcher, [a], log) == [[]]
+        assert passes(fetcher, [a]) == [""]

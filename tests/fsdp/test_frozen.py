@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_same
-from support.models import Case, adamw, make, next_token_loss, own_parameters, shard, tokens
+from support.models import Case, own_parameters, tokens
 from support.models import train as run_all
-from support.programs import Compared, Make, Programs, Result, new, step
+from support.on_ranks import on_ranks
+from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
 from support.ranks import RankPool
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
@@ -32,77 +32,62 @@ PROGRAMS = Programs()
 # memory --------------------------------------------------------------------------------------------------------------
 
 
-def ledgers(rank: int, world: int, accumulate: str) -> dict[str, Any]:
-    """The account of a model of adapters on a frozen base, and of one that is trained as a whole."""
-    settings = Settings(accumulate=accumulate)  # type: ignore[arg-type]
-    found: dict[str, Any] = {}
-    for name, case in {"adapters": ADAPTERS, "all": Case(counts=((1, 1),))}.items():
-        model = shard(fully_shard, make(case), case, init_device_mesh("cpu", (world,)), settings=settings)
-        step(model, adamw(model), rank, 0)
-        root = root_of(model)
-        # Equal shards, padded along the first dimension.
-        numels = [-(-len(p) // world) * p[0].numel() for p in model.parameters() if p.requires_grad]
-        found[name] = {**root.layout.ledger(), "elements": sum(numels), "units": len(root.groups)}
-    return found
-
-
 @pytest.mark.parametrize("accumulate", ["server", "direct"])
-def test_only_what_is_trained_has_accumulators_and_staging(ranks: Pools, accumulate: str) -> None:
-    for found in ranks(2).run(ledgers, accumulate):
-        adapters, everything = found["adapters"], found["all"]
-        assert adapters["published"] == everything["published"]
-        assert everything["accumulator"] == 4 * everything["elements"]
-        # The root's own unit (embedding, norm, head) is frozen as a whole: an empty region is one line.
-        assert adapters["accumulator"] == 4 * adapters["elements"] + 64
-        assert adapters["elements"] < everything["elements"] / 20
-        if accumulate == "server":
-            assert adapters["staging"] < everything["staging"] / 20
-        else:
-            assert adapters["staging"] == 0
+@on_ranks(2)
+def test_only_what_is_trained_has_accumulators_and_staging(rank: int, world: int, accumulate: Any) -> None:
+    """By the accounts of a model of adapters on a frozen base, and of one that is trained as a whole."""
+    found = []
+    for case in (ADAPTERS, PLAIN):
+        model, optimizer = new(fully_shard, case, settings=Settings(accumulate=accumulate))
+        step(model, optimizer, rank, 0)
+        # Equal shards, padded along the first dimension.
+        elements = sum(-(-len(p) // world) * p[0].numel() for p in model.parameters() if p.requires_grad)
+        found.append((root_of(model).layout.ledger(), elements))
+    (adapters, few), (everything, all_of_them) = found
+    assert adapters["published"] == everything["published"]
+    assert everything["accumulator"] == 4 * all_of_them
+    # The root's own unit (embedding, norm, head) is frozen as a whole: an empty region is one line.
+    assert adapters["accumulator"] == 4 * few + 64
+    assert few < all_of_them / 20
+    assert adapters["staging"] < everything["staging"] / 20 if accumulate == "server" else adapters["staging"] == 0
 
 
 # unfreezing ----------------------------------------------------------------------------------------------------------
 
 
-def unfrozen_late(rank: int, world: int, explicit: bool) -> list[str]:
-    model = shard(fully_shard, make(ADAPTERS), ADAPTERS, init_device_mesh("cpu", (world,)))
-    step(model, adamw(model), rank, 0)
+@pytest.mark.parametrize("explicit", [False, True], ids=["unchanged loop", "minibatch"])
+@on_ranks(2)
+def test_a_gradient_that_has_no_accumulator_is_an_error_that_names_the_cure(
+    rank: int, world: int, explicit: bool
+) -> None:
+    model, optimizer = new(fully_shard, ADAPTERS)
+    step(model, optimizer, rank, 0)
     model.layers[1].qkv.requires_grad_(True)
-    x = tokens(rank, 1, 0)
 
     def train() -> None:
         with model.minibatch() if explicit else contextlib.nullcontext():
-            next_token_loss(model(x), x).backward()
+            backward(model, rank, 1)
 
     with pytest.raises((UnsupportedError, PeerLostError)) as caught:
         train()
-    left = [name for name, p in model.named_parameters() if p.grad is not None]
-    return [str(caught.value), *left]
+    message = str(caught.value)
+    assert message.startswith(f"rank {rank} (epoch 2)"), message
+    assert "(epoch 2): layers.1.qkv.weight has a gradient, but was frozen when it was sharded" in message
+    assert "leave it requires_grad=True until after fully_shard, then freeze it" in message
+    # A block aborts the job: a rank that has not come so far gets the other's reason.
+    assert explicit or "aborted" not in message, message
+    assert all(p.grad is None for p in model.parameters()), "a part of the gradients was handed out"
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["unchanged loop", "minibatch"])
-def test_a_gradient_that_has_no_accumulator_is_an_error_that_says_what_to_do(ranks: Pools, explicit: bool) -> None:
-    for rank, (message, *left) in enumerate(ranks(2).run(unfrozen_late, explicit)):
-        assert "(epoch 2): layers.1.qkv.weight has a gradient, but was frozen when it was sharded" in message
-        assert "leave it requires_grad=True until after fully_shard, then freeze it" in message
-        assert not left, "a part of the gradients was handed out"
-        # A block aborts the job: who has not come so far is told the other's reason.
-        assert message.startswith(f"rank {rank} (epoch 2)"), message
-        assert explicit or "aborted" not in message, message
-
-
-def evaluate_unfrozen(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_an_unfrozen_model_may_be_evaluated(rank: int, world: int) -> None:
     """Without a gradient there is nothing to lose, and nothing to refuse."""
-    model = shard(fully_shard, make(ADAPTERS), ADAPTERS, init_device_mesh("cpu", (world,)))
+    model, _ = new(fully_shard, ADAPTERS)
     with torch.no_grad():
         before = model(tokens(rank, 0, 0))
         model.requires_grad_(True)
         after = model(tokens(rank, 0, 0))
     assert torch.equal(before, after), "another output"
-
-
-def test_an_unfrozen_model_may_be_evaluated(ranks: Pools) -> None:
-    ranks(2).run(evaluate_unfrozen)
 
 
 @PROGRAMS.add
@@ -149,16 +134,13 @@ def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
 # other accumulators --------------------------------------------------------------------------------------------------
 
 
-def same_with(rank: int, world: int, settings: Settings) -> None:
-    case = Case(counts=((1, 1),), frozen="base", low_precision=True)
-    mine = run_all(fully_shard, case, rank, world, settings=settings)
-    assert_same(mine, run_all(torch_fully_shard, case, rank, world))
-
-
 @pytest.mark.parametrize(
     "settings",
     [Settings(accumulate="direct"), Settings(staging_block_bytes=4096)],
     ids=["direct", "small blocks"],
 )
-def test_adapters_with_other_accumulators(ranks: Pools, settings: Settings) -> None:
-    ranks(2).run(same_with, settings)
+@on_ranks(2)
+def test_adapters_with_other_accumulators(rank: int, world: int, settings: Settings) -> None:
+    case = Case(counts=((1, 1),), frozen="base", low_precision=True)
+    mine = run_all(fully_shard, case, rank, world, settings=settings)
+    assert_same(mine, run_all(torch_fully_shard, case, rank, world))

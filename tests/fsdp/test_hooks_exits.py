@@ -1,4 +1,4 @@
-"""How a rank ends: a clean end waits for slow peers, an error waits for nobody and reaches the peers as the reason."""
+"""How a rank ends: a clean end waits for slow peers, an error waits for no rank and reaches the peers as the reason."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.failing import backward, end, job
+from support.failing import backward, job
 from support.models import tokens
 from support.rank_worker import die, tell
-from support.ranks import RankOutcome, spawn_ranks
+from support.ranks import RankOutcome
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,6 +25,7 @@ from odc import Settings, fully_shard
 from odc.fsdp import default_store
 from odc.runtime import Rendezvous
 
+Ended = Callable[..., list[RankOutcome]]
 HOURS = Settings(timeout_s=7200.0)  # a wait that should not be would last
 
 
@@ -60,12 +61,12 @@ def assert_ended_well(outcomes: list[RankOutcome]) -> None:
 
 
 def evaluate_fast_and_slow(rank: int, world: int, how: str) -> None:
-    def fast_is_leaving() -> None:
-        await_key("leaving")
+    def fast_shuts_down() -> None:
+        await_key("shutting down")
         time.sleep(1.0)  # makes a fast rank that does not wait be gone for certain
 
     if rank == 1:
-        attach_only_after(fast_is_leaving)
+        attach_only_after(fast_shuts_down)
     model, _ = job(rank, world, settings=HOURS)
     evaluate(model, rank)
     if rank == 0:
@@ -73,41 +74,28 @@ def evaluate_fast_and_slow(rank: int, world: int, how: str) -> None:
             del model, _
             gc.collect()
         if how == "shuts_down":
-            threading.Timer(0.1, set_key, ["leaving"]).start()
+            threading.Timer(0.1, set_key, ["shutting down"]).start()
             odc.shutdown()
         else:
-            set_key("leaving")
+            set_key("shutting down")
 
 
 @pytest.mark.parametrize("how", ["ends", "deletes", "shuts_down"])
-def test_a_fast_rank_stays_until_a_slow_one_has_attached(how: str, nothing_left: list[int]) -> None:
-    with spawn_ranks(2, evaluate_fast_and_slow, how) as ranks:
-        assert_ended_well(end(ranks, nothing_left))
-
-
-def test_many_ranks_that_only_evaluate_end_well(nothing_left: list[int]) -> None:
-    for _ in range(3):
-        with spawn_ranks(3, evaluate_only) as ranks:
-            assert_ended_well(end(ranks, nothing_left))
-
-
-def evaluate_only(rank: int, world: int) -> None:
-    model, _ = job(rank, world, settings=HOURS)
-    evaluate(model, rank)
+def test_a_fast_rank_stays_until_a_slow_one_has_attached(how: str, ended: Ended) -> None:
+    assert_ended_well(ended(evaluate_fast_and_slow, how))
 
 
 def evaluate_beside_a_dying_rank(rank: int, world: int) -> None:
-    """The slow rank dies before it has attached, when the fast one is leaving already."""
+    """The slow rank dies before it has attached, when the fast one shuts down already."""
     if rank == 1:
-        attach_only_after(lambda: (await_key("leaving"), die()))
+        attach_only_after(lambda: (await_key("shutting down"), die()))
     model, _ = job(rank, world, settings=HOURS)
     evaluate(model, rank)
-    set_key("leaving")
+    set_key("shutting down")
 
 
-def test_a_clean_end_does_not_wait_for_a_rank_that_died(nothing_left: list[int]) -> None:
-    with spawn_ranks(2, evaluate_beside_a_dying_rank) as ranks:
-        outcomes = end(ranks, nothing_left)
+def test_a_clean_end_does_not_wait_for_a_rank_that_died(ended: Ended) -> None:
+    outcomes = ended(evaluate_beside_a_dying_rank)
     assert [one.exit_code for one in outcomes] == [0, -9], outcomes[0].describe()
 
 
@@ -128,9 +116,8 @@ def leave_a_stuck_rank(rank: int, world: int) -> None:
         set_key("given up")
 
 
-def test_a_peer_that_never_attaches_is_given_up_and_named(nothing_left: list[int]) -> None:
-    with spawn_ranks(2, leave_a_stuck_rank) as ranks:
-        outcomes = end(ranks, nothing_left)
+def test_a_peer_that_never_attaches_is_given_up_and_named(ended: Ended) -> None:
+    outcomes = ended(leave_a_stuck_rank)
     ((error, message),) = outcomes[0].told
     assert error == "WaitTimeoutError"
     assert message.startswith("rank 0, leaving heap") and "rank 1 has neither attached" in message
@@ -157,9 +144,8 @@ def leave_nothing_in_the_store(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_models_that_were_left_leave_no_keys(nothing_left: list[int]) -> None:
-    with spawn_ranks(2, leave_nothing_in_the_store) as ranks:
-        outcomes = end(ranks, nothing_left)
+def test_models_that_were_dropped_keep_no_keys(ended: Ended) -> None:
+    outcomes = ended(leave_nothing_in_the_store)
     assert_ended_well(outcomes)
     (kept,) = outcomes[0].told
     assert {key.partition("/odc/")[2].split("/")[0] for key in kept} <= {"process", "roots"}, kept
@@ -190,9 +176,8 @@ def fail_in_a_thread(rank: int, world: int) -> None:
     return None
 
 
-def test_an_error_that_ends_the_training_thread_reaches_every_rank(nothing_left: list[int]) -> None:
-    with spawn_ranks(2, notice_a_failed_thread) as ranks:
-        outcomes = end(ranks, nothing_left)
+def test_an_error_that_ends_the_training_thread_reaches_every_rank(ended: Ended) -> None:
+    outcomes = ended(notice_a_failed_thread)
     assert "aborted by rank 1: ValueError: no such tokenizer" in outcomes[0].told[0], outcomes[0].describe()
 
 
@@ -215,9 +200,8 @@ def sys_exit_that_is_caught(rank: int, world: int) -> None:
     backward(model, rank, 1)
 
 
-def test_a_sys_exit_that_is_caught_ends_nothing(nothing_left: list[int]) -> None:
-    with spawn_ranks(2, sys_exit_that_is_caught) as ranks:
-        outcomes = end(ranks, nothing_left)
+def test_a_sys_exit_that_is_caught_ends_nothing(ended: Ended) -> None:
+    outcomes = ended(sys_exit_that_is_caught)
     assert_ended_well(outcomes)
     assert outcomes[1].told == ["caught"]
 
@@ -234,9 +218,8 @@ def fail_after_an_evaluation(rank: int, world: int) -> None:
     backward(model, rank, 0)
 
 
-def test_an_error_after_an_evaluation_reaches_a_peer_that_has_not_attached(nothing_left: list[int]) -> None:
-    with spawn_ranks(2, fail_after_an_evaluation) as ranks:
-        outcomes = end(ranks, nothing_left)
+def test_an_error_after_an_evaluation_reaches_a_peer_that_has_not_attached(ended: Ended) -> None:
+    outcomes = ended(fail_after_an_evaluation)
     assert outcomes[1].error == "ValueError"
     assert outcomes[0].error == "PeerLostError", outcomes[0].describe()
     assert "was aborted by rank 1: ValueError: no such tokenizer" in outcomes[0].message
@@ -246,7 +229,7 @@ def test_an_error_after_an_evaluation_reaches_a_peer_that_has_not_attached(nothi
 
 
 def lose_the_store(rank: int, world: int, how: str) -> None:
-    """Rank 0 hosts the store, as without a launcher, and ends before anybody has attached to it."""
+    """Rank 0 hosts the store, as without a launcher, and ends before any rank has attached to it."""
     shared = dist.group.WORLD.get_group_store()
     if rank == 0:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -257,7 +240,7 @@ def lose_the_store(rank: int, world: int, how: str) -> None:
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     model, _ = job(rank, world, settings=HOURS)
-    dist.barrier()  # each has said which process it is
+    dist.barrier()  # each has announced its process
     if rank == 0:
         time.sleep(0.5)  # the others wait for its heap by now, most likely; they must learn of it in any case
         tell(time.monotonic())
@@ -268,9 +251,8 @@ def lose_the_store(rank: int, world: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "raises"])
-def test_the_host_of_the_store_ends_before_its_peers_have_attached(how: str, nothing_left: list[int]) -> None:
-    with spawn_ranks(3, lose_the_store, how) as ranks:
-        outcomes = end(ranks, nothing_left)
+def test_the_host_of_the_store_ends_before_its_peers_have_attached(how: str, ended: Ended) -> None:
+    outcomes = ended(lose_the_store, how, world=3)
     for outcome in outcomes[1:]:
         assert outcome.error == "PeerLostError", outcome.describe()
         assert "rank 0" in outcome.message and "DistNetworkError" not in outcome.message, outcome.message
@@ -288,9 +270,8 @@ def shard_unlike_units(rank: int, world: int) -> None:
     model(torch.ones(2, 4))
 
 
-def test_ranks_with_unlike_numbers_of_units_fail_at_once(nothing_left: list[int]) -> None:
-    with spawn_ranks(2, shard_unlike_units) as ranks:
-        outcomes = end(ranks, nothing_left)
+def test_ranks_with_unlike_numbers_of_units_fail_at_once(ended: Ended) -> None:
+    outcomes = ended(shard_unlike_units)
     for outcome, mine, theirs in ((outcomes[0], 3, 4), (outcomes[1], 4, 3)):
         assert outcome.error == "LayoutMismatchError", outcome.describe()
         assert f"rank {outcome.rank} has {mine} units, rank {1 - outcome.rank} has {theirs}" in outcome.message

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from support.compare import differences
 from support.exact import Exact, SignStep, await_sums_in_backward, batch, train
+from support.on_ranks import on_hosts
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -94,7 +95,8 @@ def test_hybrid_sharding_equals_fsdp2(
     host_ranks(hosts, per_host).run(same_hybrid, replicas, optimizer_sharding)
 
 
-def two_roots(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_several_roots(rank: int, world: int) -> None:
     """Two models in one minibatch, with different counts, one of which is abandoned by a rank once."""
     results = []
     for shard in (fully_shard, torch_fully_shard):
@@ -116,7 +118,8 @@ def two_roots(rank: int, world: int) -> None:
         assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
 
 
-def abandoned(rank: int, world: int) -> str:
+@on_hosts(2, 2)
+def test_a_minibatch_is_abandoned_on_every_host(rank: int, world: int) -> None:
     model = Exact()
     fully_shard(model)
 
@@ -126,7 +129,7 @@ def abandoned(rank: int, world: int) -> str:
             if rank == world - 1:
                 model.abandon_minibatch("a sample cannot be read")
 
-    with pytest.raises(AbandonedMinibatchError) as caught:
+    with pytest.raises(AbandonedMinibatchError, match="a sample cannot be read"):
         give_up()
     assert all(parameter.grad is None for parameter in model.parameters())
     with model.minibatch():
@@ -136,15 +139,6 @@ def abandoned(rank: int, world: int) -> str:
     reference(batch(rank, 1, 0)).sum().backward()
     for one, other in zip(model.layers.parameters(), reference.layers.parameters(), strict=True):
         assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor()), "what was abandoned has been summed"
-    return caught.value.reason
-
-
-def test_several_roots(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(two_roots)
-
-
-def test_a_minibatch_is_abandoned_on_every_host(host_ranks: HostPools) -> None:
-    assert host_ranks(2, 2).run(abandoned) == ["a sample cannot be read"] * 4
 
 
 def crossing(rank: int, world: int, microbatches: int, replicas: int = 1, sharding: Any = "mesh") -> tuple[int, int]:
@@ -201,8 +195,9 @@ def test_replicas_read_each_other_by_parts(
         assert share * model < found < 1.05 * share * model, (found, model)
 
 
-def told_of_all(rank: int, world: int) -> list[tuple[int, int, bool, str, bool]]:
-    """What `odc status` would be told on this host, once the others' words have come, of a root in its ninth epoch."""
+@on_hosts(2, 2)
+def test_every_host_knows_what_all_ranks_are_doing(rank: int, world: int) -> None:
+    """What `odc status` reads on this host, once the others' words have come, of a root in its ninth epoch."""
     model = Exact()
     fully_shard(model)
     for step in range(9):
@@ -214,38 +209,25 @@ def told_of_all(rank: int, world: int) -> list[tuple[int, int, bool, str, bool]]
         roots = [(one, root) for one in ask_all() for root in one.roots if root["epoch"] == 9]
         found = {one.rank: (one, root) for one, root in roots}
     dist.barrier()
-    return [
-        (number, root["host"], one.elsewhere, root["state"], root["fetched_bytes"] > 0)
-        for number, (one, root) in sorted(found.items())
-    ]
+    for number, (one, root) in found.items():
+        assert (root["host"], one.elsewhere) == (number // 2, number // 2 != rank // 2)
+        assert root["fetched_bytes"] > 0
 
 
-def test_every_host_knows_what_all_ranks_are_doing(host_ranks: HostPools) -> None:
-    for rank, found in enumerate(host_ranks(2, 2).run(told_of_all)):
-        there = [one // 2 != rank // 2 for one in range(4)]
-        assert found == [(one, one // 2, there[one], "closed", True) for one in range(4)]
-
-
-def refused(rank: int, world: int) -> tuple[str, str]:
+@on_hosts(2, 2)
+def test_what_does_not_work_over_hosts_is_refused(rank: int, world: int) -> None:
     across = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
     model = Exact()
     fully_shard(model, mesh=across)
-    with pytest.raises(UnsupportedError) as mesh:
+    with pytest.raises(UnsupportedError, match=f"rank {rank}: .* this mesh are on 2 hosts, and .* each replica on one"):
         model(batch(rank, 0, 0))
     arena = Arena(default_store(), range(world), rank, 1 << 12, ["rows"], 60.0, "over hosts")
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match="are on different hosts"):
         arena.get("rows", 0, (rank + 2) % world)
-    return str(mesh.value), str(caught.value)
 
 
-def test_what_does_not_work_over_hosts_is_refused(host_ranks: HostPools) -> None:
-    for rank, (mesh, arena) in enumerate(host_ranks(2, 2).run(refused)):
-        assert f"rank {rank}: the ranks of this mesh are on 2 hosts, and" in mesh
-        assert "keep each replica on one host" in mesh
-        assert "are on different hosts" in arena
-
-
-def crossing_in_backward(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_sums_cross_while_backward_goes_on(rank: int, world: int) -> None:
     """The first layer's backward waits until the last layer's sums have come: they cross while backward goes on."""
     model = Exact()
     for layer in model.layers:
@@ -263,11 +245,8 @@ def crossing_in_backward(rank: int, world: int) -> None:
     assert waited == [1, 2, 3]
 
 
-def test_sums_cross_while_backward_goes_on(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(crossing_in_backward)
-
-
-def rounded(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_rounded_sums_equal_plain_torch(rank: int, world: int) -> None:
     """Gradients with bf16 sums are those of plain torch where each sum of another host's ranks is rounded once."""
     model, whole = Exact(), [Exact() for _ in range(world)]
     settings = Settings(timeout_s=60.0, sums_dtype="bfloat16")
@@ -291,10 +270,6 @@ def rounded(rank: int, world: int) -> None:
         expected = (sums[0] + sums[1]) / world
         assert torch.equal(mine.grad.to_local(), expected), f"rank {rank}: {mine.grad.to_local()} {expected}"
         changed += int((expected != exact).sum())
-    told = torch.tensor(changed)
-    dist.all_reduce(told)
-    assert int(told) > 0, "or nothing was rounded"
-
-
-def test_rounded_sums_equal_plain_torch(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(rounded)
+    total = torch.tensor(changed)
+    dist.all_reduce(total)
+    assert int(total) > 0, "nothing was rounded"

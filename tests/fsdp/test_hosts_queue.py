@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.exact import HIDDEN, Exact, await_sums_in_backward, batch
+from support.on_ranks import on_hosts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
 from odc.fsdp import root_of
-from odc.runtime import queue
+from odc.protocol import queue
 
 HostPools = Callable[[int, int], Any]
 
@@ -63,7 +64,8 @@ def test_a_queue_over_hosts_gives_each_microbatch_once(
         assert sorted(number for numbers in found for number in numbers[step]) == list(range(sum(row)))
 
 
-def crossing(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_sums_cross_in_a_backward_after_which_the_queue_has_no_other(rank: int, world: int) -> None:
     """Each claims one microbatch, and no other is left when its backward begins; home is on one of the hosts."""
     settings = Settings(timeout_s=60.0, queue_bytes=1 << 16)
     model = Exact()
@@ -86,12 +88,9 @@ def crossing(rank: int, world: int) -> None:
     assert waited == [1, 2]
 
 
-def test_sums_cross_in_a_backward_after_which_the_queue_has_no_other(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(crossing)
-
-
-def asked_early(rank: int, world: int) -> None:
-    """As long as something is left nobody knows which backward is the last."""
+@on_hosts(2, 2)
+def test_what_is_left_in_the_queue_may_follow(rank: int, world: int) -> None:
+    """As long as something is left no rank knows which backward is the last."""
     settings = Settings(timeout_s=60.0, queue_bytes=1 << 16)
     model = Exact()
     fully_shard(model, settings=settings)
@@ -105,7 +104,3 @@ def asked_early(rank: int, world: int) -> None:
         dist.barrier()
         for microbatch in (first, *claims):
             model(microbatch["x"]).sum().backward()
-
-
-def test_what_is_left_in_the_queue_may_follow(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(asked_early)

@@ -1,4 +1,4 @@
-"""What nobody may notice of other hosts: processor time while nothing is asked, two jobs side by side, unused roots."""
+"""What must not be noticed of other hosts: processor time while idle, two jobs side by side, unused roots."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def woken_of(threads: list[threading.Thread]) -> list[str]:
 
 
 def idle(rank: int, world: int) -> tuple[list[str], bool]:
-    """Train, then do nothing: which of odc's threads there are, and whether other hosts have left any trace."""
+    """Train, then do nothing: which of odc's threads there are, and whether anything shows of other hosts."""
     gc.collect()  # of roots of other tests, which are still being shut down
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     for module in (*model, model):
@@ -107,7 +107,7 @@ def shut_down_before_it_is_linked(rank: int, world: int) -> str:
 
     def late(self: HostNetwork, *args: Any, **options: Any) -> Any:
         if last and not dialled.wait(PATIENCE_S):
-            raise AssertionError("nobody shut down")
+            raise AssertionError("rank 0 has not shut down")
         return dial(self, *args, **options)
 
     HostNetwork.dial = late  # type: ignore[method-assign]
@@ -117,21 +117,21 @@ def shut_down_before_it_is_linked(rank: int, world: int) -> str:
     if not last:
         root.shut_down()()
     dist.barrier()
-    said = ""
+    message = ""
     if last:
         dialled.set()
         board = root.layout.remote(0).board
         end = time.monotonic() + PATIENCE_S
         while not board.load(Word.LEFT):
-            assert time.monotonic() < end, "rank 0 has hung up, and this rank does not know"
+            assert time.monotonic() < end, "rank 0 has disconnected, and this rank does not know"
             time.sleep(0.01)
         assert not root.member.protocol.board.load(Word.ABORT), root.layout.mine.reason
         with pytest.raises(PeerLostError) as caught, torch.no_grad():
             never_run(torch.ones(2, 16))
-        said = str(caught.value)
+        message = str(caught.value)
     dist.barrier()
     minibatch(sharded())
-    return said
+    return message
 
 
 def test_a_root_that_was_shut_down_before_it_was_linked_ends_no_other() -> None:

@@ -40,7 +40,7 @@ def late(skipped: frozenset[str] = frozenset()) -> Iterator[list[LateCopies]]:
 def trained(rank: int, world: int, settings: Settings, compute: torch.dtype | None) -> list[torch.Tensor]:
     """Whole parameters after three steps; ranks have unequal numbers of microbatches, one of them none at first.
 
-    Sums do not depend on who pushes first: a last bit of one step would be a last bit of bf16 in the next.
+    Sums do not depend on which rank pushes first: a last bit of one step would be a last bit of bf16 in the next.
     """
     settings = dataclasses.replace(settings, reproducible=True)
     torch.manual_seed(0)
@@ -91,7 +91,12 @@ def apart(rank: int, world: int, skipped: str) -> bool:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("skipped", "needed"),
-    [("PublishedShards.publish", True), ("DeviceRoute.push", True), ("DeviceDrain.__call__", True), ("nobody", False)],
+    [
+        ("PublishedShards.publish", True),
+        ("DeviceRoute.push", True),
+        ("DeviceDrain.__call__", True),
+        ("no function", False),
+    ],
 )
 def test_every_wait_for_the_device_is_needed(ranks, skipped: str, needed: bool) -> None:
     assert any(ranks(2).run(apart, skipped)) == needed

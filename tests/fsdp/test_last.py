@@ -22,16 +22,16 @@ def test_only_a_marked_backward_has_last_pushes() -> None:
 def test_a_unit_that_pushes_twice_ends_with_the_second_push() -> None:
     last = LastPushes(2)
     last.begin()
-    assert backward(last, [1, 0, 1], marked=True) == [1, 0], "nobody could know yet"
+    assert backward(last, [1, 0, 1], marked=True) == [1, 0], "it could not be known yet"
     for _ in range(2):
         last.begin()
         assert backward(last, [1, 0, 1], marked=True) == [0, 1]
     last.begin()
-    assert backward(last, [1, 0], marked=True) == [0], "the end of the minibatch tells of unit 1"
+    assert backward(last, [1, 0], marked=True) == [0], "the end of the minibatch shows it of unit 1"
     assert last._trusted
 
 
-def test_marks_that_proved_wrong_are_not_believed_again() -> None:
+def test_marks_that_proved_wrong_are_ignored() -> None:
     last = LastPushes(2)
     last.begin()
     assert backward(last, [1, 0], marked=True) == [1, 0]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.compare import differences, own_chunk
 from support.exact import Exact, batch, train
+from support.on_ranks import on_ranks
 from support.ranks import RankPool
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -29,7 +30,7 @@ Ranks = Sequence[Any]  # of a mesh: int by place, in 2-D a sequence for each rep
 
 SETTINGS = Settings(timeout_s=60.0)
 ORDERS = [list(order) for order in itertools.permutations(range(3))]
-# Under FSDP2 the ranks of a column hold the same shard.
+# Under FSDP2 the ranks of one place in each replica hold the same shard.
 GRIDS = [[[1, 0], [3, 2]], [[3, 2], [1, 0]], [[2, 3], [0, 1]], [[2, 0], [3, 1]], [[0, 3], [1, 2]]]
 # They do not: FSDP2 adds up gradients of different shards.
 CROSSED = [[[1, 0], [2, 3]], [[0, 3], [2, 1]]]
@@ -74,18 +75,23 @@ def same_as_over_a_rising_mesh(rank: int, world: int, ranks: Ranks) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("ranks_of_mesh", ORDERS, ids=str)
-def test_every_order_of_three_ranks(ranks: Pools, ranks_of_mesh: Ranks) -> None:
-    ranks(3).run(same, ranks_of_mesh, "none")
+QUICK = [[1, 2, 0], [2, 1, 0], [[1, 0], [3, 2]], [[0, 3], [1, 2]], [[1, 0], [2, 3]]]
 
 
-@pytest.mark.parametrize("ranks_of_mesh", GRIDS, ids=str)
-def test_replicas_in_any_order(ranks: Pools, ranks_of_mesh: Ranks) -> None:
-    ranks(4).run(same, ranks_of_mesh, "none")
+def each(meshes: Sequence[Ranks]) -> pytest.MarkDecorator:
+    marks = {True: (), False: pytest.mark.thorough}
+    return pytest.mark.parametrize(
+        "ranks_of_mesh", [pytest.param(one, marks=marks[one in QUICK], id=str(one)) for one in meshes]
+    )
 
 
-@pytest.mark.parametrize("ranks_of_mesh", CROSSED, ids=str)
-def test_replicas_whose_columns_hold_different_shards(ranks: Pools, ranks_of_mesh: Ranks) -> None:
+@each([*ORDERS, *GRIDS])
+def test_ranks_in_any_order(ranks: Pools, ranks_of_mesh: Ranks) -> None:
+    ranks(torch.tensor(ranks_of_mesh).numel()).run(same, ranks_of_mesh, "none")
+
+
+@each(CROSSED)
+def test_replicas_whose_ranks_of_one_place_hold_different_shards(ranks: Pools, ranks_of_mesh: Ranks) -> None:
     ranks(4).run(same_as_over_a_rising_mesh, ranks_of_mesh)
 
 
@@ -107,7 +113,8 @@ def test_crossed_replicas_over_hosts(host_ranks: HostPools) -> None:
     host_ranks(2, 2).run(same_as_over_a_rising_mesh, [[1, 0], [2, 3]])
 
 
-def two_orders_at_once(rank: int, world: int) -> None:
+@on_ranks(3)
+def test_two_roots_on_the_same_ranks_in_other_orders(rank: int, world: int) -> None:
     """Two roots on meshes of the same ranks are two heaps, and a reader gets the weights of either."""
     models: list[Any] = [
         fully_shard(Exact(), mesh=mesh_over(order), settings=SETTINGS) for order in ([0, 1, 2], [2, 1, 0])
@@ -134,35 +141,23 @@ def two_orders_at_once(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_two_roots_on_the_same_ranks_in_other_orders(ranks: Pools) -> None:
-    ranks(3).run(two_orders_at_once)
-
-
 # groups that torch did not sort --------------------------------------------------------------------------------------
 
 
-def unsorted_group(rank: int, world: int) -> None:
+@keeps_order
+@on_ranks(3)
+def test_a_group_that_keeps_its_order(rank: int, world: int) -> None:
     group: Any = dist.new_group([2, 0, 1], sort_ranks=False)
     same_as_fsdp2(rank, world, DeviceMesh.from_group(group, "cpu"), "none")
 
 
-def unsorted_replicas(rank: int, world: int) -> str:
+@keeps_order
+@on_ranks(4)
+def test_groups_of_replicas_that_keep_their_order_are_refused(rank: int, world: int) -> None:
     shards: list[Any] = [dist.new_group(some, sort_ranks=False) for some in ([1, 0], [3, 2])]
     replicas: list[Any] = [dist.new_group(some) for some in ([1, 3], [0, 2])]
     mine = [replicas[1 - rank % 2], shards[rank // 2]]
     mesh = DeviceMesh.from_group(mine, "cpu", [[1, 0], [3, 2]], mesh_dim_names=("replicate", "shard"))
     model = fully_shard(Exact(), mesh=mesh, settings=SETTINGS)
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match=f"rank {rank} has shard {1 - rank % 2} in a process group of ranks"):
         model(batch(rank, 0, 0))
-    return str(caught.value)
-
-
-@keeps_order
-def test_a_group_that_keeps_its_order(ranks: Pools) -> None:
-    ranks(3).run(unsorted_group)
-
-
-@keeps_order
-def test_groups_of_replicas_that_keep_their_order_are_refused(ranks: Pools) -> None:
-    for rank, message in enumerate(ranks(4).run(unsorted_replicas)):
-        assert f"rank {rank} has shard {1 - rank % 2} in a process group of ranks" in message

@@ -16,7 +16,7 @@ from odc.protocol import RootState, Word
 from odc.settings import Settings
 from odc.trace import WINDOW, Recorder
 
-pytestmark = pytest.mark.usefixtures("heard")
+pytestmark = pytest.mark.usefixtures("queued")
 
 # whole minibatches ---------------------------------------------------------------------------------------------------
 
@@ -49,16 +49,6 @@ def test_a_gradient_without_an_accumulator_is_refused_before_any_of_its_unit_is_
             assert rank.grads() == [[0.5] * 4, None, [1.0] * 3]
 
 
-def test_a_divide_factor_of_the_user_replaces_the_number_of_ranks(two: list[Rank]) -> None:
-    for rank in two:
-        rank.machine.begin()
-        rank.groups[0].gradient_divide_factor = 8.0
-    two[0].push(0, 16.0)
-    two[0].push(1, 16.0)
-    finish(two)
-    assert two[1].grads() == [[2.0] * 4, [2.0] * 2, [8.0] * 3]
-
-
 def test_nothing_of_one_minibatch_is_left_in_the_next(two: list[Rank]) -> None:
     for unit in (0, 1, 0):
         for rank in two:
@@ -81,22 +71,8 @@ def test_a_rank_without_microbatches_opens_the_minibatch_when_it_finishes(two: l
         assert two[1].machine.epoch == epoch
 
 
-def test_replicas_are_summed_too() -> None:
-    with HeapGroup(LAYOUT, 1, replicas=2, settings=Settings(timeout_s=0.1)) as group:
-        ranks = [Rank(group, 0), Rank(group, 1)]
-        for rank in ranks:
-            rank.machine.begin()
-        for rank in ranks:
-            rank.push(0, 1.0 + 2 * rank.me)
-            rank.machine.done()
-        complete(group)
-        for rank in ranks:
-            rank.machine.collect()
-            assert rank.grads() == [[2.0] * 4, [2.0] * 2, None]
-
-
 def waits_for(group: HeapGroup, member: int, peer: int, until: Future[None]) -> bool:
-    """Whether `member` says on its board that it waits for `peer`, before its call `until` ends."""
+    """Whether `member` shows on its board that it waits for `peer`, before its call `until` ends."""
     board = group.layouts[member].peer(member).board
     while board.load(Word.WAITING) != 1 + group.ranks[peer]:
         if until.done():
@@ -127,7 +103,7 @@ def test_a_replica_is_read_only_when_its_server_has_added_everything() -> None:
 
 
 def complete(group: HeapGroup) -> None:
-    """Say that all accumulators hold every push, as collect() does: in one thread nobody can wait for another."""
+    """Mark all accumulators as complete, as collect() does: in one thread no member can wait for another."""
     for member, layout in enumerate(group.layouts):
         layout.peer(member).board.store(Word.COMPLETE, 1)
 
@@ -145,7 +121,7 @@ def test_begin_publishes_the_shards_of_now_and_only_once(two: list[Rank]) -> Non
     assert layout.peer(0).board.load(Word.PUBLISHED) == 1
 
 
-def test_begin_waits_until_nobody_reads_the_last_epoch(two: list[Rank]) -> None:
+def test_begin_waits_until_no_rank_reads_the_last_epoch(two: list[Rank]) -> None:
     for rank in two:
         rank.machine.begin()
     two[0].machine.close_evaluation("step")
@@ -183,21 +159,25 @@ def test_begin_counts_microbatches_anew_and_is_progress(two: list[Rank]) -> None
 # the end of a backward -----------------------------------------------------------------------------------------------
 
 
-def test_the_last_group_ends_the_minibatch_after_the_backward(two: list[Rank], heard: list[Callable[[], None]]) -> None:
+def test_the_last_group_ends_the_minibatch_after_the_backward(
+    two: list[Rank], queued: list[Callable[[], None]]
+) -> None:
     rank, (first, second) = two[0], two[0].groups
     rank.machine.begin()
     rank.machine.finalized(first)  # type: ignore[arg-type]
     rank.machine.finalized(first)  # type: ignore[arg-type]
-    assert states(two)[0] is RootState.OPEN and not heard, "torch finalizes the root before the others' left-overs"
+    assert states(two)[0] is RootState.OPEN and not queued, "torch finalizes the root before the others' left-overs"
     rank.machine.finalized(second)  # type: ignore[arg-type]
     assert states(two)[0] is RootState.FINISHING
-    assert len(heard) == 1, "nobody is waited for inside the backward"
+    assert len(queued) == 1, "no rank is waited for inside the backward"
     for group in rank.groups:
         assert group.told == ["finalize", "drop", "reshard"]
     assert rank.iteration.forgotten == 1
 
 
-def test_every_peer_is_attached_before_the_own_part_is_over(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_peer_is_attached_before_this_ranks_part_is_over(
+    two: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A peer may end right after it has seen DONE; its words must be in reach by then."""
     rank, seen = two[0], list[bool]()
     endpoint, heap = rank.heaps.members[0], rank.heaps.layouts[0].heap
@@ -220,13 +200,7 @@ def test_each_minibatch_needs_all_its_groups_again(two: list[Rank]) -> None:
             rank.machine.collect()
 
 
-def test_collect_without_done_is_refused(two: list[Rank]) -> None:
-    two[0].machine.begin()
-    with pytest.raises(OdcError, match=r"rank 10: collect\(\) without done\(\) in epoch 1"):
-        two[0].machine.collect()
-
-
-def test_collect_waits_for_every_rank_and_for_the_own_server(two: list[Rank]) -> None:
+def test_collect_waits_for_every_rank_and_for_its_server(two: list[Rank]) -> None:
     for rank in two:
         rank.machine.begin()
     two[0].heaps.by_hand = True
@@ -253,7 +227,7 @@ def test_collect_waits_for_every_rank_and_for_the_own_server(two: list[Rank]) ->
     ("error", "culprit"),
     [(ValueError("bad batch"), 10), (PeerLostError("gone", culprit=13), 13), (OdcError("odd"), 10)],
 )
-def test_an_error_is_told_to_everybody_with_who_is_to_blame(two: list[Rank], error: Any, culprit: int) -> None:
+def test_an_error_reaches_every_rank_with_its_culprit(two: list[Rank], error: Any, culprit: int) -> None:
     two[0].heaps.attach()
     two[0].machine.begin()
     two[0].machine.abort(error)

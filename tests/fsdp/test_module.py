@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import boundaries
+from odc.fsdp.minibatch import OpenEpoch
 from odc.fsdp.module import OdcModule, add_methods, minibatch
 
 
@@ -54,6 +55,11 @@ def test_what_is_refused_says_what_and_why(name: str) -> None:
         call(name)
 
 
+def test_gradient_sync_of_one_module_alone_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="^set_requires_gradient_sync.recurse=False. has no meaning"):
+        OdcModule.set_requires_gradient_sync(None, False, recurse=False)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", sorted(n for n in REDEFINED if "No-op" in (getattr(OdcModule, n).__doc__ or "")))
 def test_what_has_no_effect_may_be_called(name: str) -> None:
     assert call(name) is None
@@ -86,17 +92,12 @@ def as_torch_does(module: nn.Module) -> nn.Module:
 def test_the_class_keeps_its_name_place_and_bases() -> None:
     block = as_torch_does(Block(2, 2))
     add_methods(block)
+    cls = type(block)
+    add_methods(block)
+    assert type(block) is cls, "twice is once"
     assert type(block).__name__ == "OdcBlock"
     assert type(block).__module__ == type(block).__mro__[2].__module__
     assert isinstance(block, OdcModule) and isinstance(block, FSDPModule) and isinstance(block, Block)
-
-
-def test_adding_twice_changes_nothing() -> None:
-    block = as_torch_does(Block(2, 2))
-    add_methods(block)
-    cls = type(block)
-    add_methods(block)
-    assert type(block) is cls
 
 
 def test_a_slice_of_a_sharded_list_is_a_plain_list() -> None:
@@ -113,21 +114,21 @@ def test_a_slice_of_a_sharded_list_is_a_plain_list() -> None:
 
 @dataclass
 class Machine:
-    """Stands in for one root's state machine, writing down what it is told."""
+    """Stands in for one root's state machine, writing down its calls."""
 
     name: str
-    told: list[str]
+    calls: list[str]
     fails_in: str = ""
     explicit: bool = False
-    given_up: str | None = None
+    current: OpenEpoch = field(default_factory=OpenEpoch)
 
     def recover(self) -> None:
         """No backward of these tests fails."""
 
     def note(self, what: str) -> None:
-        self.told.append(f"{self.name}.{what}")
+        self.calls.append(f"{self.name}.{what}")
         if self.fails_in == what:
-            raise ValueError(f"{what} fails")
+            raise (KeyboardInterrupt if what == "body" else ValueError)(f"{what} fails")
 
     def begin(self) -> None:
         self.note("begin")
@@ -139,7 +140,7 @@ class Machine:
         self.note("collect")
 
     def abort(self, error: BaseException) -> None:
-        self.told.append(f"{self.name}.abort({error})")
+        self.calls.append(f"{self.name}.abort({error})")
 
 
 @dataclass
@@ -158,57 +159,50 @@ class Model:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(boundaries, "root_of", lambda model: model)
     return []
 
 
-def models(told: list[str], **fails_in: str) -> list[Any]:
-    return [Model(Machine(name, told, fails_in.get(name, ""))) for name in ("a", "b")]
+def models(calls: list[str], **fails_in: str) -> list[Any]:
+    return [Model(Machine(name, calls, fails_in.get(name, ""))) for name in ("a", "b")]
 
 
-def test_every_root_is_done_before_any_is_collected(told: list[str]) -> None:
-    """Ranks may finish their roots in different orders: who waits must have done all that others wait for."""
-    roots = models(told)
+def test_every_root_is_done_before_any_is_collected(calls: list[str]) -> None:
+    """Ranks may finish their roots in different orders: a rank that waits must have done all that others wait for."""
+    roots = models(calls)
     with minibatch(*roots):
         assert [root.last[-1] for root in roots] == [False, False], "no backward inside ends the minibatch"
         assert all(root.minibatch.explicit for root in roots)
-        told.append("body")
-    assert told == ["a.begin", "b.begin", "body", "a.done", "b.done", "a.collect", "b.collect"]
+        calls.append("body")
+    assert calls == ["a.begin", "b.begin", "body", "a.done", "b.done", "a.collect", "b.collect"]
     assert [root.last[-1] for root in roots] == [True, True]
     assert not any(root.minibatch.explicit for root in roots)
 
 
 @pytest.mark.parametrize("where", ["body", "begin", "done", "collect"])
-def test_an_error_anywhere_aborts_every_root_and_comes_out(told: list[str], where: str) -> None:
-    roots = models(told, b=where)
-    with pytest.raises(ValueError, match=f"{where} fails"), minibatch(*roots):
+def test_an_error_anywhere_aborts_every_root_and_comes_out(calls: list[str], where: str) -> None:
+    roots = models(calls, b=where)
+    with pytest.raises((ValueError, KeyboardInterrupt), match=f"{where} fails"), minibatch(*roots):
         roots[1].minibatch.note("body")
-    assert told[-2:] == [f"a.abort({where} fails)", f"b.abort({where} fails)"]
+    assert calls[-2:] == [f"a.abort({where} fails)", f"b.abort({where} fails)"]
     assert [root.last[-1] for root in roots] == [True, True]
     assert not any(root.minibatch.explicit for root in roots)
 
 
-def test_an_interrupt_is_told_to_the_peers_too(told: list[str]) -> None:
-    roots = models(told)
-    with pytest.raises(KeyboardInterrupt), minibatch(*roots):
-        raise KeyboardInterrupt("enough")
-    assert told[-2:] == ["a.abort(enough)", "b.abort(enough)"]
-
-
-def test_a_root_that_is_in_a_minibatch_already_is_refused_and_the_others_stay_as_they_were(told: list[str]) -> None:
-    a, b = models(told)
+def test_a_root_that_is_in_a_minibatch_already_is_refused_and_the_others_stay_as_they_were(calls: list[str]) -> None:
+    a, b = models(calls)
     with minibatch(b):
         with pytest.raises(OdcError, match=r"rank 3: minibatch\(\) inside minibatch\(\)"), minibatch(a, b):
-            told.append("never")
+            calls.append("never")
         assert a.last[-1], "a backward of the other root must still end its minibatch"
         assert not b.last[-1] and b.minibatch.explicit, "the outer minibatch goes on"
-    assert told == ["b.begin", "b.done", "b.collect"]
+    assert calls == ["b.begin", "b.done", "b.collect"]
 
 
-def test_the_same_root_twice_is_refused(told: list[str]) -> None:
-    a, _ = models(told)
+def test_the_same_root_twice_is_refused(calls: list[str]) -> None:
+    a, _ = models(calls)
     with pytest.raises(OdcError, match="twice"), minibatch(a, a):
-        told.append("never")
-    assert told == []
+        calls.append("never")
+    assert calls == []
     assert a.last[-1]

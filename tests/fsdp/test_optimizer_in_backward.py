@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.models import own_parameters
+from support.on_ranks import on_ranks
 from support.programs import Compared, Make, Programs, Result, backward, new
 from support.ranks import RankPool
 
@@ -50,7 +51,8 @@ def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
     ranks(2).run(program)
 
 
-def _once_a_minibatch(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_the_hooks_run_at_the_last_microbatch_only(rank: int, world: int) -> None:
     model, _ = new(fully_shard)
     stepped = step_in_hooks(model)
     for microbatch in range(3):
@@ -60,11 +62,8 @@ def _once_a_minibatch(rank: int, world: int) -> None:
     assert sorted(stepped) == sorted(name for name, _ in model.named_parameters())
 
 
-def test_the_hooks_run_at_the_last_microbatch_only(ranks: Pools) -> None:
-    ranks(2).run(_once_a_minibatch)
-
-
-def _in_the_block(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_ranks_without_a_microbatch_step_too(rank: int, world: int) -> None:
     model, _ = new(fully_shard)
     step_in_hooks(model)
     before = own_parameters(model)
@@ -75,11 +74,8 @@ def _in_the_block(rank: int, world: int) -> None:
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_ranks_without_a_microbatch_step_too(ranks: Pools) -> None:
-    ranks(2).run(_in_the_block)
-
-
-def _between(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_step_between_the_two_halves_of_the_end_is_refused(rank: int, world: int) -> None:
     """A step by user code, after every gradient was sent and before any is written."""
     model, optimizer = new(fully_shard)
     machine = root_of(model).minibatch
@@ -92,7 +88,3 @@ def _between(rank: int, world: int) -> None:
         machine.collect()
         machine.begin()
     optimizer.step()
-
-
-def test_a_step_between_the_two_halves_of_the_end_is_refused(ranks: Pools) -> None:
-    ranks(2).run(_between)

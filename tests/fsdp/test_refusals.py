@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from support.compare import assert_same
 from support.models import Case, build, low_precision_policy, make, next_token_loss, shard, tokens, train
-from support.ranks import RankPool
+from support.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -17,8 +18,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import OdcError, Settings, fully_shard, minibatch
 from odc.errors import LayoutMismatchError, UnsupportedError
-
-Pools = Callable[[int], RankPool]
 
 PLAIN = Case(counts=((1, 1),))
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], tuple[str, ...]]] = {}
@@ -91,7 +90,7 @@ def units_on_different_meshes() -> None:
 
 
 @refused(UnsupportedError, "layers.1", "torch")
-def unit_sharded_cpu_mover() -> None:
+def unit_sharded_by_torch() -> None:
     mesh, model = init_device_mesh("cpu", (2,)), make(PLAIN)
     for i, layer in enumerate(model.layers):
         (torch_fully_shard if i == 1 else fully_shard)(layer, mesh=mesh)
@@ -99,7 +98,7 @@ def unit_sharded_cpu_mover() -> None:
 
 
 @refused(OdcError, "torch")
-def root_sharded_cpu_mover() -> None:
+def root_sharded_by_torch() -> None:
     mesh, model = init_device_mesh("cpu", (2,)), make(PLAIN)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
@@ -125,31 +124,20 @@ def complex_parameters() -> None:
     model(torch.ones(1, 4, dtype=torch.complex64)).abs().sum().backward()
 
 
-def _runs_without_parameters(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_tree_without_parameters_runs_as_under_torch(rank: int, world: int) -> None:
     model = fully_shard(nn.Sequential(nn.ReLU()))
     assert model(-torch.ones(2)).tolist() == [0.0, 0.0]  # type: ignore[operator]
 
 
-def test_a_tree_without_parameters_runs_as_under_torch(ranks: Pools) -> None:
-    ranks(2).run(_runs_without_parameters)
-
-
-def provoke(rank: int, world: int, name: str) -> tuple[str, str]:
-    function, _, _ = REFUSED[name]
-    try:
-        function()
-    except Exception as error:
-        return ",".join(kind.__name__ for kind in type(error).__mro__), str(error)
-    return "", "nothing was raised"
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(ranks: Pools, name: str) -> None:
-    _, kind, words = REFUSED[name]
-    for kinds, message in ranks(2).run(provoke, name):
-        assert kind.__name__ in kinds.split(","), message
-        for word in words:
-            assert word in message
+@on_ranks(2)
+def test_refused(rank: int, world: int, name: str) -> None:
+    function, kind, words = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        function()
+    for word in words:
+        assert word in str(caught.value), caught.value
 
 
 def test_without_a_process_group() -> None:
@@ -200,47 +188,35 @@ LAYOUTS: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
-def mismatched(rank: int, world: int, name: str) -> str:
-    model = LAYOUTS[name][0](rank)
-    try:
-        run_once(model)
-    except LayoutMismatchError as error:
-        return str(error)
-    return "nothing was raised"
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_that_differ_between_ranks(ranks: Pools, name: str) -> None:
-    for message in ranks(2).run(mismatched, name):
-        assert "rank 0" in message
-        assert "rank 1" in message
-        assert LAYOUTS[name][1] in message, message
+@on_ranks(2)
+def test_layouts_that_differ_between_ranks(rank: int, world: int, name: str) -> None:
+    make_model, difference = LAYOUTS[name]
+    model = make_model(rank)
+    with pytest.raises(LayoutMismatchError) as caught:
+        run_once(model)
+    for word in ("rank 0", "rank 1", difference):
+        assert word in str(caught.value), caught.value
 
 
 # small worlds ----------------------------------------------------------------------------------------------------
 
 
-def alone(rank: int, world: int, case: Case, settings: Settings) -> None:
-    run = train(fully_shard, case, rank, world, settings=settings)
-    assert_same(run, train(torch_fully_shard, case, rank, world, pad=case.idiom != "each"))
+@pytest.mark.parametrize("accumulate", ["server", "direct"])
+@pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
+@on_ranks(1)
+def test_world_of_one(rank: int, world: int, accumulate: Any, low_precision: bool) -> None:
+    for case in (Case(counts=((1,),)), Case(counts=((3,), (0,), (2,)), idiom="minibatch")):
+        case = dataclasses.replace(case, low_precision=low_precision)
+        run = train(fully_shard, case, rank, world, settings=Settings(accumulate=accumulate))
+        assert_same(run, train(torch_fully_shard, case, rank, world, pad=case.idiom != "each"))
 
 
 @pytest.mark.parametrize("accumulate", ["server", "direct"])
-@pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
-def test_world_of_one(ranks: Pools, accumulate: str, low_precision: bool) -> None:
-    settings = Settings(accumulate=accumulate)  # type: ignore[arg-type]
-    ranks(1).run(alone, Case(counts=((1,),), low_precision=low_precision), settings)
-    ranks(1).run(alone, Case(counts=((3,), (0,), (2,)), idiom="minibatch", low_precision=low_precision), settings)
-
-
-def replicas_only(rank: int, world: int, settings: Settings) -> None:
+@on_ranks(2)
+def test_replicas_without_shards(rank: int, world: int, accumulate: Any) -> None:
     """A hybrid mesh whose shard dimension has one rank: nothing to fetch, replicas to add up."""
     case = Case(counts=((1, 2), (0, 1)), idiom="minibatch")
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
-    run = train(fully_shard, case, rank, world, mesh=mesh, settings=settings)
+    run = train(fully_shard, case, rank, world, mesh=mesh, settings=Settings(accumulate=accumulate))
     assert_same(run, train(torch_fully_shard, case, rank, world, mesh=mesh, pad=True))
-
-
-@pytest.mark.parametrize("accumulate", ["server", "direct"])
-def test_replicas_without_shards(ranks: Pools, accumulate: str) -> None:
-    ranks(2).run(replicas_only, Settings(accumulate=accumulate))  # type: ignore[arg-type]

@@ -1,9 +1,12 @@
+"""The import of odc.fsdp names whatever the installed torch lacks."""
+
 from __future__ import annotations
 
 import ast
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,83 +19,66 @@ from torch.distributed.fsdp import FSDPModule
 from odc.fsdp import _torch_compat as compat
 
 SOURCE = Path(compat.__file__)
+Patch = pytest.MonkeyPatch
 
 
 def import_again() -> None:
-    """Run the file as a first import would, without touching the module that everybody uses."""
+    """Run the file as a first import would, without touching the module that is in use."""
     spec = importlib.util.spec_from_file_location("compat_again", SOURCE)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def assert_names(error: ImportError, missing: str) -> None:
-    text = str(error)
-    assert missing in text
-    assert f"torch {torch.__version__}" in text
-    assert "2.11 to 2.15" in text
+def gone(owner: Any, *names: str) -> Callable[[Patch], None]:
+    return lambda patch: [patch.delattr(owner, name) for name in names] and None
 
 
-def test_the_installed_torch_has_every_name() -> None:
+def renamed(name: str) -> Callable[[Patch], None]:
+    """Attributes exist on instances alone: they are searched in what the constructor stores."""
+
+    def rename(patch: Patch) -> None:
+        init: Any = compat.FSDPParamGroup.__init__
+        names = tuple("another" if known == name else known for known in init.__code__.co_names)
+        assert names != init.__code__.co_names
+        patch.setattr(init, "__code__", init.__code__.replace(co_names=names))
+
+    return rename
+
+
+def without_file(name: str) -> Callable[[Patch], None]:
+    return lambda patch: patch.setitem(sys.modules, f"torch.distributed.fsdp._fully_shard.{name}", None)
+
+
+def without_annotation(patch: Patch) -> None:
+    patch.delitem(compat.FSDPParam.__annotations__, "padded_sharded_param_size")
+
+
+def several(patch: Patch) -> None:
+    gone(compat.FSDPParamGroup, "pre_backward")(patch)
+    gone(compat.FSDPState, "_lazy_init")(patch)
+
+
+LACKING: dict[str, Callable[[Patch], None]] = {
+    "FSDPParamGroup.wait_for_unshard": gone(compat.FSDPParamGroup, "wait_for_unshard"),
+    "FSDPParamGroup._to_sharded": gone(compat.FSDPParamGroup, "_to_sharded"),
+    "FSDPModule._get_fsdp_state": gone(FSDPModule, "_get_fsdp_state"),
+    "FSDPParamGroup.reduce_grads": renamed("reduce_grads"),
+    "FSDPParamGroup.fsdp_params": renamed("fsdp_params"),
+    "_get_default_store": gone(distributed_c10d, "_get_default_store"),
+    **{name: without_file(name) for name in ("_fsdp_common", "_fsdp_param", "_fsdp_param_group", "_fsdp_state")},
+    "FSDPParam.padded_sharded_param_size": without_annotation,
+    "FSDPParamGroup.pre_backward, FSDPState._lazy_init": several,
+}
+
+
+@pytest.mark.parametrize("missing", LACKING)
+def test_what_torch_lacks_is_named_at_import(missing: str, monkeypatch: Patch) -> None:
     import_again()
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (compat.FSDPParamGroup, "wait_for_unshard"),
-        (compat.FSDPParamGroup, "_to_sharded"),
-        (compat.FSDPState, "_lazy_init"),
-        (FSDPModule, "_get_fsdp_state"),
-    ],
-)
-def test_a_method_that_is_gone_is_named_at_import(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(owner, name)
+    LACKING[missing](monkeypatch)
     with pytest.raises(ImportError) as caught:
         import_again()
-    assert_names(caught.value, f"{owner.__name__}.{name}")
-
-
-@pytest.mark.parametrize(("name", "renamed"), [("reduce_grads", "reduce_gradients"), ("fsdp_params", "params")])
-def test_an_attribute_that_is_gone_is_named_at_import(name: str, renamed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attributes exist on instances alone: they are looked for in what the constructor stores."""
-    init: Any = compat.FSDPParamGroup.__init__
-    names = tuple(renamed if known == name else known for known in init.__code__.co_names)
-    assert names != init.__code__.co_names
-    monkeypatch.setattr(init, "__code__", init.__code__.replace(co_names=names))
-    with pytest.raises(ImportError) as caught:
-        import_again()
-    assert_names(caught.value, f"FSDPParamGroup.{name}")
-
-
-def test_a_function_that_is_gone_is_named_at_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(distributed_c10d, "_get_default_store")
-    with pytest.raises(ImportError) as caught:
-        import_again()
-    assert_names(caught.value, "_get_default_store")
-
-
-@pytest.mark.parametrize("file", ["_fsdp_common", "_fsdp_param", "_fsdp_param_group", "_fsdp_state"])
-def test_a_file_that_is_gone_is_named_at_import(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, f"torch.distributed.fsdp._fully_shard.{file}", None)
-    with pytest.raises(ImportError) as caught:
-        import_again()
-    assert_names(caught.value, file)
-
-
-def test_everything_missing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(compat.FSDPParamGroup, "pre_backward")
-    monkeypatch.delattr(compat.FSDPState, "_lazy_init")
-    with pytest.raises(ImportError) as caught:
-        import_again()
-    assert_names(caught.value, "FSDPParamGroup.pre_backward, FSDPState._lazy_init")
-
-
-def test_annotated_attributes_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    param = compat.FSDPParam
-    monkeypatch.delitem(param.__annotations__, "padded_sharded_param_size")
-    with pytest.raises(ImportError) as caught:
-        import_again()
-    assert_names(caught.value, "FSDPParam.padded_sharded_param_size")
+    for part in (missing, f"torch {torch.__version__}", "2.11 to 2.15"):
+        assert part in str(caught.value)
 
 
 def test_every_name_that_is_used_is_checked() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from support.compare import assert_same, assert_trained_alike
 from support.models import Case, Run, adamw, build, own_parameters, reduced_exactly, train, train_step
+from support.on_ranks import on_ranks
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -77,7 +78,9 @@ def test_what_fsdp2_offers(ranks: Pools, case: Case) -> None:
     ranks(4).run(equal, 2, case, Settings(reproducible=True, timeout_s=60.0), False)
 
 
-def resume(rank: int, world: int, folder: str) -> None:
+@pytest.mark.thorough
+@on_ranks(4)
+def test_a_checkpoint_is_that_of_a_1d_mesh(rank: int, world: int, tmp_path: Path) -> None:
     """Two steps, a checkpoint of model and optimizer, a third step: as it goes on in new objects, and under FSDP2."""
     mesh, flat, third = nodes(2, 2), init_device_mesh("cpu", (world,)), Case(counts=((1, 0, 2, 1),), idiom="minibatch")
     found: list[dict[str, torch.Tensor]] = []
@@ -85,17 +88,17 @@ def resume(rank: int, world: int, folder: str) -> None:
         model = build(fully_shard, third, mesh, optimizer_sharding="world")
         optimizer = adamw(model)
         if step:
-            _load(model, optimizer, folder)
+            _load(model, optimizer, tmp_path)
         else:
             for number in range(2):
                 train_step(model, optimizer, third, number, rank, world, Run(), False)
             weights, states = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
+            dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path)
         train_step(model, optimizer, third, 2, rank, world, Run(), False)
         found.append(own_parameters(model))
     theirs = build(torch_fully_shard, third, flat)
     optimizer = adamw(theirs)
-    _load(theirs, optimizer, folder)
+    _load(theirs, optimizer, tmp_path)
     train_step(theirs, optimizer, third, 2, rank, world, Run(), True)
     found.append(own_parameters(theirs))
     for name, values in found[0].items():
@@ -103,66 +106,51 @@ def resume(rank: int, world: int, folder: str) -> None:
             torch.testing.assert_close(values, other[name], rtol=2e-5, atol=2e-6)
 
 
-def _load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+def _load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     weights, states = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
 
 
-@pytest.mark.thorough
-def test_a_checkpoint_is_that_of_a_1d_mesh(ranks: Pools, tmp_path: Path) -> None:
-    ranks(4).run(resume, str(tmp_path))
-
-
-def held(rank: int, world: int) -> tuple[dict[str, int], dict[str, int], int, int]:
-    """Ledgers under "world" and "mesh"; bytes of one of AdamW's moments under "world", and of the model."""
-    ledgers, moments = [], []
+@on_ranks(4)
+def test_optimizer_states_are_of_one_part_of_all_ranks(rank: int, world: int) -> None:
+    ledgers, moments = {}, {}
     for sharding in ("world", "mesh"):
         model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-        for layer in model:
-            fully_shard(layer, mesh=nodes(2, 2), optimizer_sharding=sharding)  # type: ignore[arg-type]
-        fully_shard(model, mesh=nodes(2, 2), optimizer_sharding=sharding)  # type: ignore[arg-type]
+        for module in (*model, model):
+            fully_shard(module, mesh=nodes(2, 2), optimizer_sharding=sharding)  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
-        ledgers.append(root_of(cast(Any, model)).layout.ledger())
+        ledgers[sharding] = root_of(cast(Any, model)).layout.ledger()
         states = [cast(DTensor, state["exp_avg"]) for state in optimizer.state.values()]
-        moments.append(sum(state.to_local().nbytes for state in states))
-    assert moments[1] == 2 * moments[0]
-    return ledgers[0], ledgers[1], moments[0], sum(p.numel() * 4 for p in model.parameters())
+        moments[sharding] = sum(state.to_local().nbytes for state in states)
+    whole = sum(p.numel() * 4 for p in model.parameters())
+    assert moments == {"world": whole // 4, "mesh": whole // 2}
+    # Together a node's shard: what is published and cached, accumulated and summed for other nodes.
+    assert {ledgers["world"][region] for region in ("published", "cache", "accumulator", "sums")} == {whole // 4}
+    assert {ledgers["mesh"][region] for region in ("published", "accumulator")} == {whole // 2}
 
 
-def test_optimizer_states_are_of_one_part_of_all_ranks(ranks: Pools) -> None:
-    for world, mesh, moment, model in ranks(4).run(held):
-        assert moment == model // 4
-        assert (world["published"], world["cache"]) == (model // 4, model // 4), "together a node's shard"
-        assert (world["accumulator"], world["sums"]) == (model // 4, model // 4)
-        assert (mesh["published"], mesh["accumulator"]) == (model // 2, model // 2)
-
-
-def refused(rank: int, world: int) -> list[str]:
-    layer, told = nn.Linear(4, 4), []
+@on_ranks(2)
+def test_what_does_not_go_together_is_refused(rank: int, world: int) -> None:
+    layer = nn.Linear(4, 4)
     falling = DeviceMesh("cpu", [[1, 0]], mesh_dim_names=("replicate", "shard"))
-    for mesh, options in (
-        (nodes(1, 2), {"optimizer_sharding": "mash"}),
-        (nodes(1, 2), {"optimizer_sharding": "world", "settings": Settings(kernels="triton")}),
-        (falling, {"optimizer_sharding": "world"}),
+    combined = "^optimizer_sharding='world' does not go with "
+    for mesh, options, message in (
+        (nodes(1, 2), {"optimizer_sharding": "mash"}, "must be 'mesh' or 'world', not 'mash'"),
+        (
+            nodes(1, 2),
+            {"optimizer_sharding": "world", "settings": Settings(kernels="triton")},
+            rf"{combined}Settings\(kernels='triton'\) on the CPU$",
+        ),
+        (falling, {"optimizer_sharding": "world"}, rf"{combined}a mesh whose ranks do not rise: \[1, 0\]$"),
     ):
-        with pytest.raises((ValueError, UnsupportedError)) as caught:
+        with pytest.raises((ValueError, UnsupportedError), match=message):
             fully_shard(layer, mesh=mesh, **options)  # type: ignore[arg-type]
-        told.append(str(caught.value))
     assert type(layer) is nn.Linear and not isinstance(layer.weight, DTensor), "what is refused stays as it was"
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(model[0], mesh=init_device_mesh("cpu", (world,)))
     fully_shard(model, mesh=nodes(2, 1), optimizer_sharding="world")
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(UnsupportedError, match="units of one root must share"):
         model(torch.ones(1, 4))
-    return [*told, str(caught.value)]
-
-
-def test_what_does_not_go_together_is_refused(ranks: Pools) -> None:
-    word, kernels, falling, mixed = ranks(2).run(refused)[0]
-    assert "must be 'mesh' or 'world', not 'mash'" in word
-    assert kernels == "optimizer_sharding='world' does not go with Settings(kernels='triton') on the CPU"
-    assert falling == "optimizer_sharding='world' does not go with a mesh whose ranks do not rise: [1, 0]"
-    assert "units of one root must share both" in mixed or "units of one root must share a mesh" in mixed

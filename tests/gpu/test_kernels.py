@@ -1,8 +1,8 @@
 """The kernels, compiled, on CUDA heaps of other processes: what the interpreted tests hold, and what those cannot show.
 
-Most functions here are those of tests/kernels, run with the device as torch's default: one text says what a kernel must
-do, whoever runs it. Added are sizes at which vectors, many programs and 64-bit offsets matter, and launches by several
-threads. What one process can show on a device is in tests/kernels/test_gpu.py.
+Most functions here are those of tests/kernels, run with the device as torch's default. Added are sizes at which
+vectors, many programs and 64-bit offsets matter, and launches by several threads. What one process can show on a device
+is in tests/kernels/test_gpu.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GIB = 1 << 30
 
 
 def on_device(rank: int, world: int, function: Callable[..., Any], *args: Any) -> Any:
-    """`function` with the rank's device as torch's default.
+    """`function`, or the body of a test that `support.on_ranks` made, with the rank's device as torch's default.
 
     Kernels return before they have run, and what a peer reads next must be there: barriers wait for the device first.
     """
@@ -50,7 +50,7 @@ def on_device(rank: int, world: int, function: Callable[..., Any], *args: Any) -
     torch.set_default_device(device)
     dist.barrier = barrier
     try:
-        return function(rank, world, *args)
+        return getattr(function, "on_rank", function)(rank, world, *args)
     finally:
         dist.barrier = meet
         torch.set_default_device(None)
@@ -59,17 +59,17 @@ def on_device(rank: int, world: int, function: Callable[..., Any], *args: Any) -
 @pytest.mark.parametrize(
     ("function", "args"),
     [
-        *[(get_.gets_slices_of_peers, (own, theirs)) for own in (F32, BF16) for theirs in (F32, BF16)],
-        (gather_.gathers_units, ([F32] * 6, None)),
-        (gather_.gathers_units, ([BF16, F32, F32, BF16, F64, BF16], None)),
-        (gather_.gathers_units, ([BF16] * 6, F32)),
-        (gather_.gathers_units, ([F32] * 6, F16)),
-        (put_.whole_once_signalled, ()),
-        *[(add_.owner_adds, (accumulator,)) for accumulator in (F32, F64)],
-        (add_.staged_push, ()),
-        *[(accumulate_.no_addition_is_lost, ([F32] * 3, accumulator)) for accumulator in (F32, F64)],
-        (accumulate_.no_addition_is_lost, ([BF16, F32, F16], F32)),
-        (publish_.publishes_for_peers, ()),
+        *[(get_.test_slices_of_peers_with_conversion, (own, theirs)) for own in (F32, BF16) for theirs in (F32, BF16)],
+        (gather_.test_units_of_peers, ([F32] * 6, None)),
+        (gather_.test_units_of_peers, ([BF16, F32, F32, BF16, F64, BF16], None)),
+        (gather_.test_units_of_peers, ([BF16] * 6, F32)),
+        (gather_.test_units_of_peers, ([F32] * 6, F16)),
+        (put_.test_slots_are_whole_once_their_word_says_so, ()),
+        *[(add_.test_owner_adds_what_was_put, (accumulator,)) for accumulator in (F32, F64)],
+        (add_.test_staged_push, ()),
+        *[(accumulate_.test_no_addition_is_lost, ([F32] * 3, accumulator)) for accumulator in (F32, F64)],
+        (accumulate_.test_no_addition_is_lost, ([BF16, F32, F16], F32)),
+        (publish_.test_peers_read_what_was_published, ()),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
@@ -80,7 +80,7 @@ def test_between_ranks(ranks, world: int, function: Callable[..., Any], args: tu
 
 @pytest.mark.parametrize(
     "function",
-    [rows_.finds_rows, put_.odd_puts],
+    [rows_.test_every_program_finds_its_row, put_.test_odd_puts],
     ids=lambda function: function.__name__,
 )
 def test_of_one_rank(ranks, function: Callable[..., Any]) -> None:
@@ -162,7 +162,7 @@ def test_beyond_32_bits(ranks) -> None:
 
 
 def launches_from_threads(rank: int, world: int) -> None:
-    """Threads launch kernels at once, each in a stream of its own, the first launches of all: nobody compiles twice."""
+    """Threads launch kernels at once, each in a stream of its own, first of all: no kernel is compiled twice."""
     from odc.kernels import get, publish
 
     device = torch.device("cuda", torch.cuda.current_device())

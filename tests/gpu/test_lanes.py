@@ -1,4 +1,4 @@
-"""The drop-in on lanes that sleep: whoever does not wait for the device where it must gets wrong weights.
+"""The drop-in on lanes that sleep: code that does not wait for the device where it must gets wrong weights.
 
 `tests/fsdp/test_lanes.py` shows the same over copies that a test makes late, without a device.
 """
@@ -28,15 +28,15 @@ class SleepyLanes(memory.CudaLanes):
     skipped = frozenset[str]()
 
     def lane(self, name: str) -> Any:
-        return _Nap(super().lane(name))
+        return _Pausing(super().lane(name))
 
     def settle(self) -> None:
         if sys._getframe(1).f_code.co_qualname not in self.skipped:
             super().settle()
 
 
-class _Nap:
-    """A stream whose work begins with a nap, now and then."""
+class _Pausing:
+    """A stream whose work begins with a pause, now and then."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -87,7 +87,7 @@ def apart(rank: int, world: int, skipped: str) -> bool:
 
 
 def test_lanes_that_sleep_change_nothing(ranks) -> None:
-    assert not any(ranks(2).run(apart, "nobody", timeout=240))
+    assert not any(ranks(2).run(apart, "no function", timeout=240))
 
 
 @pytest.mark.parametrize("skipped", ["PublishedShards.publish", "DeviceRoute.push", "DeviceDrain.__call__"])

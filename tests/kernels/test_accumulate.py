@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew, whole_numbers
 from support.kernel_references import accumulate_reference
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SHARDS = [40, 1, 133]  # elements of a shard, by parameter
 OFFSETS = [0, 40, 44]
@@ -28,7 +26,14 @@ def gradients_of(source: int, round_: int, world: int, dtypes: list[torch.dtype]
     ]
 
 
-def no_addition_is_lost(rank: int, world: int, dtypes: list[torch.dtype], accumulator: torch.dtype) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("dtypes", "accumulator"),
+    [([F32] * 3, F32), ([F32] * 3, F64), ([BF16, F32, F16], F32)],
+    ids=["fp32", "fp64", "mixed"],
+)
+@on_interpreted_ranks()
+def test_no_addition_is_lost(rank: int, world: int, dtypes: list[torch.dtype], accumulator: torch.dtype) -> None:
     from odc.kernels import accumulate
 
     draw = random.Random(rank)
@@ -53,7 +58,8 @@ def no_addition_is_lost(rank: int, world: int, dtypes: list[torch.dtype], accumu
         dist.barrier()
 
 
-def rounds_as_torch_does(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_sums_have_torchs_bits(rank: int, world: int) -> None:
     from odc.kernels import accumulate
 
     for source in (F32, BF16, F16):
@@ -67,7 +73,8 @@ def rounds_as_torch_does(rank: int, world: int) -> None:
         assert all(map(same_bits, sums, expected)), str(source)
 
 
-def scatters_to_slots(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_slots_hold_gradients_and_zeros(rank: int, world: int) -> None:
     """A unit's gradients to every owner's slot; what a gradient is short of whole shards is zeros there."""
     from odc.kernels import ScatterPlan, scatter
 
@@ -92,7 +99,8 @@ def scatters_to_slots(rank: int, world: int) -> None:
             assert same_bits(slots, expected), f"{dtype}, blocks of {block}, two owners"
 
 
-def refuses_half_accumulators(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_half_accumulators_are_refused(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
     from odc.kernels import accumulate
 
@@ -103,25 +111,3 @@ def refuses_half_accumulators(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="gradient 0 is not contiguous"):
         accumulate([torch.ones(4, 4)[:, 1]], [4], [0], torch.tensor([total.data_ptr()]))
     assert not total.any()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("accumulator", [F32, F64], ids=str)
-def test_no_addition_is_lost(interpreted: Pools, world: int, accumulator: torch.dtype) -> None:
-    interpreted(world).run(no_addition_is_lost, [F32, F32, F32], accumulator)
-
-
-def test_gradients_of_several_dtypes(interpreted: Pools) -> None:
-    interpreted(2).run(no_addition_is_lost, [BF16, F32, F16], F32)
-
-
-def test_sums_have_torchs_bits(interpreted: Pools) -> None:
-    interpreted(1).run(rounds_as_torch_does)
-
-
-def test_slots_hold_gradients_and_zeros(interpreted: Pools) -> None:
-    interpreted(1).run(scatters_to_slots)
-
-
-def test_half_accumulators_are_refused(interpreted: Pools) -> None:
-    interpreted(1).run(refuses_half_accumulators)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew, wait_until
 from support.kernel_references import add_reference
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ELEMENTS, SLOT = 200, 1024
 
 
-def owner_adds(rank: int, world: int, accumulator: torch.dtype) -> None:
+@pytest.mark.parametrize("accumulator", [F32, F64], ids=str)
+@on_interpreted_ranks(2)
+def test_owner_adds_what_was_put(rank: int, world: int, accumulator: torch.dtype) -> None:
     """Slots hold blocks of different dtypes; places follow each other and lie askew."""
     from odc.kernels import add
 
@@ -49,7 +49,9 @@ def owner_adds(rank: int, world: int, accumulator: torch.dtype) -> None:
             dist.barrier()
 
 
-def staged_push(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_interpreted_ranks()
+def test_staged_push(rank: int, world: int) -> None:
     """Put into a slot and signal; the owner waits, adds and returns the slot, ranks out of step."""
     from odc.kernels import Signal, add, put
 
@@ -75,7 +77,8 @@ def staged_push(rank: int, world: int) -> None:
         dist.barrier()
 
 
-def adds_all_sources(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_sources_are_added_in_one_go(rank: int, world: int) -> None:
     """Each place with as many values as it has, in their order: the bits of as many adds, one source askew."""
     from odc.kernels import add_all
 
@@ -95,7 +98,8 @@ def adds_all_sources(rank: int, world: int) -> None:
             assert all(map(same_bits, totals, expected)), f"{to}, blocks of {block}"
 
 
-def refuses_half_accumulators(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_half_accumulators_are_refused(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
     from odc.kernels import add, add_all
 
@@ -106,21 +110,3 @@ def refuses_half_accumulators(rank: int, world: int) -> None:
         add([torch.zeros(4)], [torch.ones(3)])
     with pytest.raises(ValueError, match="4 elements of torch.float32, 4 elements of torch.bfloat16"):
         add_all([torch.zeros(4)], [[torch.ones(4), torch.ones(4, dtype=BF16)]])
-
-
-@pytest.mark.parametrize("accumulator", [F32, F64], ids=str)
-def test_owner_adds_what_was_put(interpreted: Pools, accumulator: torch.dtype) -> None:
-    interpreted(2).run(owner_adds, accumulator)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_staged_push(interpreted: Pools, world: int) -> None:
-    interpreted(world).run(staged_push)
-
-
-def test_sources_are_added_in_one_go(interpreted: Pools) -> None:
-    interpreted(1).run(adds_all_sources)
-
-
-def test_half_accumulators_are_refused(interpreted: Pools) -> None:
-    interpreted(1).run(refuses_half_accumulators)

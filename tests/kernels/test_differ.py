@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from support.kernel_heaps import numbers
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
-def sees_each_element(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_every_changed_element_is_seen(rank: int, world: int) -> None:
     from odc.kernels import differ, publish
 
     def asks(places: list[torch.Tensor], shards: list[torch.Tensor], block: int | None) -> int:
@@ -36,7 +34,8 @@ def sees_each_element(rank: int, world: int) -> None:
                     shards[shard][at] = before
 
 
-def knows_nan_and_zeros(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_nan_is_equal_to_itself_and_the_zeros_are_not(rank: int, world: int) -> None:
     from odc.kernels import differ, publish
 
     for to, own in ((BF16, F32), (F32, F32)):
@@ -49,11 +48,3 @@ def knows_nan_and_zeros(rank: int, world: int) -> None:
         assert found, "the zeros differ in a bit"
     with pytest.raises(ValueError, match="an int32 on the device"):
         differ([place], [shard], torch.zeros(1))
-
-
-def test_every_changed_element_is_seen(interpreted: Pools) -> None:
-    interpreted(1).run(sees_each_element)
-
-
-def test_nan_is_equal_to_itself_and_the_zeros_are_not(interpreted: Pools) -> None:
-    interpreted(1).run(knows_nan_and_zeros)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from support.kernel_heaps import same_bits
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
-def converts_every_number(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_conversions_give_torchs_bits(rank: int, world: int) -> None:
     from odc.kernels import get
 
     def converted(values: torch.Tensor, to: torch.dtype) -> torch.Tensor:
@@ -41,7 +39,8 @@ def converts_every_number(rank: int, world: int) -> None:
         assert same_bits(out[~nan], expected[~nan]), f"{values.dtype} to {to}"
 
 
-def names_and_refusals(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_names_and_refusals(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
     from odc.kernels.dtypes import accumulator_dtype, kernel_dtype, word_dtype
 
@@ -53,11 +52,3 @@ def names_and_refusals(rank: int, world: int) -> None:
     for dtype in (F16, BF16, torch.int64):
         with pytest.raises(UnsupportedError, match=f"fp32 or fp64, not in {dtype}"):
             accumulator_dtype(dtype)
-
-
-def test_conversions_give_torchs_bits(interpreted: Pools) -> None:
-    interpreted(1).run(converts_every_number)
-
-
-def test_names_and_refusals(interpreted: Pools) -> None:
-    interpreted(1).run(names_and_refusals)

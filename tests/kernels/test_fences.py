@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 
-Pools = Callable[[int], RankPool]
 #: What makes a put's data visible before its word, and what stands there in the relaxed one.
 FENCES = (('sem="release", scope="sys"', 'sem="relaxed", scope="sys"'), ('sem="acq_rel"', 'sem="relaxed"'))
 BARRIER = "    tl.debug_barrier()  # the stores"
@@ -75,13 +73,15 @@ def late_elements(module: ModuleType, device: torch.device, numel: int, rounds: 
     return late
 
 
-def in_the_interpreter(rank: int, world: int, folder: str) -> None:
+@pytest.mark.thorough
+@on_interpreted_ranks(1)
+def test_this_test_in_the_interpreter(rank: int, world: int, tmp_path: Path) -> None:
     from support.look_kernel import look_and_read
 
     from odc.kernels import put
 
     cpu = torch.device("cpu")
-    for module in (sys.modules[put.__module__], relaxed_put(Path(folder))):
+    for module in (sys.modules[put.__module__], relaxed_put(tmp_path)):
         assert late_elements(module, cpu, 20_000, 2) == 0
     seen = torch.zeros(2, dtype=torch.int64)
     slot = torch.full((20_000,), 5, dtype=torch.int32)
@@ -90,11 +90,6 @@ def in_the_interpreter(rank: int, world: int, folder: str) -> None:
     assert seen.tolist() == [5, 3], "three of the last 16,384 elements are late"
     look_and_read(torch.tensor([4]), 5, slot, seen, looks=1)
     assert seen.tolist()[0] == 4, "the look gave up"
-
-
-@pytest.mark.thorough
-def test_this_test_in_the_interpreter(interpreted: Pools, tmp_path: Path) -> None:
-    interpreted(1).run(in_the_interpreter, str(tmp_path))
 
 
 @pytest.fixture

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew
 from support.kernel_references import gather_reference
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 #: Shape of each parameter's shard and its sharded dimension: matrices, a bias, one element, dimensions in the middle.
@@ -37,7 +35,19 @@ def layout(dtypes: list[torch.dtype]) -> list[int]:
     return offsets
 
 
-def gathers_units(rank: int, world: int, own: list[torch.dtype], published: torch.dtype | None) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("own", "published"),
+    [
+        ([F32] * 6, None),
+        ([BF16, F32, F32, BF16, F64, BF16], None),
+        ([BF16] * 6, F32),
+        ([F32] * 6, F16),
+    ],
+    ids=["fp32", "mixed", "fp32_to_bf16", "fp16_to_fp32"],
+)
+@on_interpreted_ranks()
+def test_units_of_peers(rank: int, world: int, own: list[torch.dtype], published: torch.dtype | None) -> None:
     from odc.kernels import gather
 
     draw, dims = random.Random(rank), [dim for _, dim in SHARDS]
@@ -62,7 +72,8 @@ def gathers_units(rank: int, world: int, own: list[torch.dtype], published: torc
         dist.barrier()
 
 
-def gathers_some_owners(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_some_owners_at_a_time(rank: int, world: int) -> None:
     """A plan serves one gather after another, from any run of owners; the others' parts stay as they are."""
     from odc.kernels import GatherPlan, fixed_rows
 
@@ -82,7 +93,8 @@ def gathers_some_owners(rank: int, world: int) -> None:
                 assert same_bits(out[shard * n : (shard + 1) * n], part), f"{count} owners from {first}: shard {shard}"
 
 
-def refuses_bad_calls(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_bad_calls_are_refused(rank: int, world: int) -> None:
     from odc.kernels import gather
 
     table = torch.tensor([0, 0])
@@ -93,26 +105,3 @@ def refuses_bad_calls(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="zip"):
         gather([torch.zeros(2)], [0, 16], table)
     gather([], [], table)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    ("own", "published"),
-    [
-        ([F32] * 6, None),
-        ([BF16, F32, F32, BF16, F64, BF16], None),
-        ([BF16] * 6, F32),
-        ([F32] * 6, F16),
-    ],
-    ids=["fp32", "mixed", "fp32_to_bf16", "fp16_to_fp32"],
-)
-def test_units_of_peers(interpreted: Pools, world: int, own: list[torch.dtype], published: torch.dtype | None) -> None:
-    interpreted(world).run(gathers_units, own, published)
-
-
-def test_some_owners_at_a_time(interpreted: Pools) -> None:
-    interpreted(1).run(gathers_some_owners)
-
-
-def test_bad_calls_are_refused(interpreted: Pools) -> None:
-    interpreted(1).run(refuses_bad_calls)

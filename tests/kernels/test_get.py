@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew
 from support.kernel_references import get_reference
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
-def gets_slices_of_peers(rank: int, world: int, own: torch.dtype, theirs: torch.dtype) -> None:
+@pytest.mark.parametrize("own", [F32, BF16], ids=str)
+@pytest.mark.parametrize("theirs", [F32, BF16], ids=str)
+@on_interpreted_ranks(2)
+def test_slices_of_peers_with_conversion(rank: int, world: int, own: torch.dtype, theirs: torch.dtype) -> None:
     from odc.kernels import get
 
     draw = random.Random(rank)
@@ -36,7 +37,8 @@ def gets_slices_of_peers(rank: int, world: int, own: torch.dtype, theirs: torch.
         dist.barrier()
 
 
-def refuses_bad_calls(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_bad_calls_are_refused(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
     from odc.kernels import get
     from odc.kernels.nvshmem import Symmetric
@@ -50,14 +52,4 @@ def refuses_bad_calls(rank: int, world: int) -> None:
         get(out, table, 0, dtype=torch.float8_e4m3fn)
     with pytest.raises(UnsupportedError, match="cannot be converted on the way"):
         get(out.bfloat16(), table, 0, dtype=F32, symmetric=Symmetric(0, torch.zeros(2, dtype=torch.int32)))
-    get(out[:0], table, 0)  # nothing to do: no address is looked at
-
-
-@pytest.mark.parametrize("own", [F32, BF16], ids=str)
-@pytest.mark.parametrize("theirs", [F32, BF16], ids=str)
-def test_slices_of_peers_with_conversion(interpreted: Pools, own: torch.dtype, theirs: torch.dtype) -> None:
-    interpreted(2).run(gets_slices_of_peers, own, theirs)
-
-
-def test_bad_calls_are_refused(interpreted: Pools) -> None:
-    interpreted(1).run(refuses_bad_calls)
+    get(out[:0], table, 0)  # nothing to do: no address is read

@@ -15,11 +15,10 @@ import torch
 from support.device import device_work, no_waits
 from support.kernel_heaps import numbers, same_bits, whole_numbers
 from support.kernel_references import accumulate_reference, add_reference, gather_reference, publish_reference
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -128,14 +127,11 @@ BODIES: dict[str, tuple[Callable[..., None], tuple[object, ...], tuple[object, .
 }
 
 
-def interprets(rank: int, world: int, name: str) -> None:
+@pytest.mark.parametrize("name", BODIES)
+@on_interpreted_ranks(1)
+def test_these_tests_in_the_interpreter(rank: int, world: int, name: str) -> None:
     body, _, small = BODIES[name]
     body(CPU, *small)
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_these_tests_in_the_interpreter(interpreted: Pools, name: str) -> None:
-    interpreted(1).run(interprets, name)
 
 
 @pytest.mark.gpu

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.kernel_heaps import failures_of_threads, numbers, same_bits
-from support.ranks import RankPool
-
-Pools = Callable[[int], RankPool]
+from support.on_ranks import on_interpreted_ranks
 
 
-def launches_from_threads(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_threads_take_turns_in_the_interpreter(rank: int, world: int) -> None:
     """Without the lock triton's interpreter fails as soon as two threads are in it."""
     from odc.kernels import get
 
@@ -45,7 +44,8 @@ class Cyclic:
         self.notes.append(_launching.locked())
 
 
-def finalizes_outside(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_garbage_is_not_collected_within_a_launch(rank: int, world: int) -> None:
     """A finalizer may wait for a thread that waits for the interpreter: within the lock that would be for ever."""
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -76,7 +76,8 @@ def finalizes_outside(rank: int, world: int) -> None:
     assert gc.isenabled(), "the collector was left off"
 
 
-def refuses_other_memory(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_other_memory_is_refused(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
     from odc.kernels.get import get_kernel
     from odc.kernels.launch import TILE_BYTES, block_of, check_table, contiguous, launch
@@ -108,15 +109,3 @@ def test_compiled_kernels_are_compiled_once(tmp_path: Path) -> None:
     assert found["launched"] == found["expected"] == 3 * 12 * 7
     assert found["prepared"], "a launch past triton's binding is another launch"
     assert set(found["variants"].values()) == {1}, found
-
-
-def test_threads_take_turns_in_the_interpreter(interpreted: Pools) -> None:
-    interpreted(1).run(launches_from_threads)
-
-
-def test_garbage_is_not_collected_within_a_launch(interpreted: Pools) -> None:
-    interpreted(1).run(finalizes_outside)
-
-
-def test_other_memory_is_refused(interpreted: Pools) -> None:
-    interpreted(1).run(refuses_other_memory)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.ranks import RankPool
-
-Pools = Callable[[int], RankPool]
+from support.on_ranks import on_interpreted_ranks
 
 
-def chooses_a_branch(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_a_branch_is_chosen(rank: int, world: int) -> None:
     from odc.kernels import Symmetric
     from odc.kernels.nvshmem import LIBRARY, options_for
 
@@ -29,13 +27,14 @@ def chooses_a_branch(rank: int, world: int) -> None:
             options_for(table, Symmetric(64, wrong, library))
 
 
-def finds_the_library(rank: int, world: int, root: str) -> None:
+@on_interpreted_ranks(1)
+def test_the_device_library_is_found_or_named(rank: int, world: int, tmp_path: Path) -> None:
     from odc.errors import UnsupportedError
     from odc.kernels.nvshmem import LIBRARY, device_library
 
-    path = Path(root) / "nvshmem" / "lib" / f"{LIBRARY}.bc"
+    path = tmp_path / "nvshmem" / "lib" / f"{LIBRARY}.bc"
     with pytest.MonkeyPatch.context() as patch:
-        found = SimpleNamespace(submodule_search_locations=["/nowhere", root])
+        found = SimpleNamespace(submodule_search_locations=["/nowhere", str(tmp_path)])
         patch.setattr(importlib.util, "find_spec", lambda name: found)
         with pytest.raises(UnsupportedError, match=r"odc-fsdp\[bitcode\]"):
             device_library()
@@ -45,11 +44,3 @@ def finds_the_library(rank: int, world: int, root: str) -> None:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(UnsupportedError, match="pip install"):
             device_library()
-
-
-def test_a_branch_is_chosen(interpreted: Pools) -> None:
-    interpreted(1).run(chooses_a_branch)
-
-
-def test_the_device_library_is_found_or_named(interpreted: Pools, tmp_path: Path) -> None:
-    interpreted(1).run(finds_the_library, str(tmp_path))

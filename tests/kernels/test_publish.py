@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew
 from support.kernel_references import publish_reference
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 #: (own dtype, compute dtype, elements) of each parameter; places follow each other at 16 bytes.
 PARAMS = [(F32, BF16, 333), (F32, BF16, 7), (F64, F32, 64), (BF16, BF16, 100), (F32, F16, 1), (F32, F32, 0)]
@@ -32,7 +31,8 @@ def shards_of(rank: int, epoch: int) -> list[torch.Tensor]:
     return [numbers(10 * rank + epoch, numel, own) for own, _, numel in PARAMS]
 
 
-def publishes_for_peers(rank: int, world: int) -> None:
+@on_interpreted_ranks(2)
+def test_peers_read_what_was_published(rank: int, world: int) -> None:
     from odc.kernels import publish
 
     draw = random.Random(rank)
@@ -51,7 +51,8 @@ def publishes_for_peers(rank: int, world: int) -> None:
             dist.barrier()
 
 
-def refuses_bad_calls(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_bad_calls_are_refused(rank: int, world: int) -> None:
     from odc.kernels import publish
 
     with pytest.raises(ValueError, match="3 elements do not fit a target of 4"):
@@ -59,11 +60,3 @@ def refuses_bad_calls(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="source 0 is not contiguous"):
         publish([torch.zeros(4)], [torch.zeros(4, 2)[:, 0]])
     publish([], [])
-
-
-def test_peers_read_what_was_published(interpreted: Pools) -> None:
-    interpreted(2).run(publishes_for_peers)
-
-
-def test_bad_calls_are_refused(interpreted: Pools) -> None:
-    interpreted(1).run(refuses_bad_calls)

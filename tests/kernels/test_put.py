@@ -1,19 +1,17 @@
-"""put and signal, interpreted: slots of other processes' heaps are whole once their word says so."""
+"""put and signal, interpreted: slots of other processes' heaps are whole once their word is there."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.kernel_heaps import numbers, same_bits, shared, skew
 from support.kernel_references import put_reference
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
-Pools = Callable[[int], RankPool]
 F32, BF16 = torch.float32, torch.bfloat16
 SLOT, WORD = 4096, 4096 * 4  # bytes of a slot for each rank, then the words
 
@@ -24,7 +22,9 @@ def blocks_of(source: int, round_: int) -> list[torch.Tensor]:
     return [numbers(seed, 130 + round_, F32), numbers(seed + 1, 7, BF16), numbers(seed, 0, F32), numbers(seed, 1, BF16)]
 
 
-def whole_once_signalled(rank: int, world: int) -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@on_interpreted_ranks()
+def test_slots_are_whole_once_their_word_says_so(rank: int, world: int) -> None:
     """Every rank puts into its slot at the next rank and reads what the rank before has put, in no common rhythm."""
     from odc.kernels import Signal, put
 
@@ -53,7 +53,8 @@ def whole_once_signalled(rank: int, world: int) -> None:
         dist.barrier()
 
 
-def odd_puts(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_odd_puts(rank: int, world: int) -> None:
     from odc.kernels import Signal, put
 
     memory, arrived = torch.zeros(256, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
@@ -66,12 +67,3 @@ def odd_puts(rank: int, world: int) -> None:
         put([torch.ones(1)], table, 1, signal=Signal(4, 1, arrived))
     with pytest.raises(ValueError, match="counted in an int32"):
         put([torch.ones(1)], table, 1, signal=Signal(8, 1, arrived.long()))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_slots_are_whole_once_their_word_says_so(interpreted: Pools, world: int) -> None:
-    interpreted(world).run(whole_once_signalled)
-
-
-def test_odd_puts(interpreted: Pools) -> None:
-    interpreted(1).run(odd_puts)

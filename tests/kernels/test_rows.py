@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from support.ranks import RankPool
-
-Pools = Callable[[int], RankPool]
+from support.on_ranks import on_interpreted_ranks
 
 
-def makes_tables(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_tables(rank: int, world: int) -> None:
     from odc.kernels.rows import row_table
 
     cpu = torch.device("cpu")
@@ -21,7 +18,8 @@ def makes_tables(rank: int, world: int) -> None:
     assert none.numel() == rows == 0
 
 
-def keeps_tables(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_tables_are_kept(rank: int, world: int) -> None:
     """Equal numbers are one table; no table stands for other numbers, however many there were."""
     from odc.kernels import pointer_table
 
@@ -33,30 +31,14 @@ def keeps_tables(rank: int, world: int) -> None:
     assert pointer_table([1 << 62], cpu).tolist() == [1 << 62]
 
 
-def finds_rows(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_every_program_finds_its_row(rank: int, world: int) -> None:
     """Rows of one program, of many and of none; every element is copied once, nothing else is touched."""
-    for numels in ([1, 0, 100, 16, 0, 0, 17, 1, 0], [5], [0, 40], [1] * 37):
-        finds_each(numels)
-
-
-def finds_each(numels: list[int]) -> None:
     from odc.kernels import publish
 
-    sources = [torch.arange(float(n)) + 1 for n in numels]
-    buffer = torch.full((sum(numels) + 2,), -1.0)
-    places = list(buffer[1:-1].split(numels))
-    publish(places, sources, block=16)
-    assert torch.equal(buffer[1:-1], torch.cat(sources))
-    assert buffer[0] == buffer[-1] == -1
-
-
-def test_tables(interpreted: Pools) -> None:
-    interpreted(1).run(makes_tables)
-
-
-def test_tables_are_kept(interpreted: Pools) -> None:
-    interpreted(1).run(keeps_tables)
-
-
-def test_every_program_finds_its_row(interpreted: Pools) -> None:
-    interpreted(1).run(finds_rows)
+    for numels in ([1, 0, 100, 16, 0, 0, 17, 1, 0], [5], [0, 40], [1] * 37):
+        sources = [torch.arange(float(n)) + 1 for n in numels]
+        buffer = torch.full((sum(numels) + 2,), -1.0)
+        publish(list(buffer[1:-1].split(numels)), sources, block=16)
+        assert torch.equal(buffer[1:-1], torch.cat(sources))
+        assert buffer[0] == buffer[-1] == -1

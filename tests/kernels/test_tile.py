@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kernel_heaps import numbers, same_bits
 from support.kernel_references import accumulate_reference, add_reference, get_reference, publish_reference
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ROOM = 160
 
 
-def any_share(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_any_share(rank: int, world: int) -> None:
     """Elements left over after whole groups of 16, addresses off by one element and more, shares longer than a step."""
     from odc.kernels import accumulate, add, publish
 
@@ -49,7 +47,8 @@ def any_share(rank: int, world: int) -> None:
     property_()
 
 
-def long_steps(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_shares_longer_than_a_step(rank: int, world: int) -> None:
     """Unaligned shares go in steps of 1024."""
     from odc.kernels import get
 
@@ -62,7 +61,8 @@ def long_steps(rank: int, world: int) -> None:
             assert same_bits(out, expected), f"{n} from byte {offset}"
 
 
-def promises(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_a_promise_of_alignment_is_kept_in_all_that_is_interpreted(rank: int, world: int) -> None:
     from support.promises import promising
 
     memory = numbers(0, ROOM, F64)
@@ -70,15 +70,3 @@ def promises(rank: int, world: int) -> None:
     promising[(1,)](memory.data_ptr() + 32)
     with pytest.raises(Exception, match="is promised to be a multiple of 16"):
         promising[(1,)](memory.data_ptr() + 8)
-
-
-def test_a_promise_of_alignment_is_kept_in_all_that_is_interpreted(interpreted: Pools) -> None:
-    interpreted(1).run(promises)
-
-
-def test_any_share(interpreted: Pools) -> None:
-    interpreted(1).run(any_share)
-
-
-def test_shares_longer_than_a_step(interpreted: Pools) -> None:
-    interpreted(1).run(long_steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
+from support.on_ranks import on_ranks
 from support.ranks import RankPool, RanksFailed
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.functional import cross_entropy, mse_loss
 
+from odc import fully_shard, shutdown
 from odc.errors import ConfigError
 from odc.microbatch import LossNormalizer, Normalization
 
@@ -64,7 +67,11 @@ def reference(minibatch: Minibatch, normalization: Normalization, kinds: int) ->
             for kind, loss in enumerate(losses(model, seed_of(rank, m), *counts)[:kinds]):
                 here = [one[m][kind] for one in minibatch if m < len(one)]
                 every = [one[kind] for other in minibatch for one in other]
-                total = sum(every) if normalization == "global" else most * sum(here)
+                total = {
+                    "global": sum(every),
+                    "per_microbatch": most * sum(here),
+                    "per_rank_microbatch": sum(1 for one in every if one) * counts[kind],
+                }[normalization]
                 if total:
                     (loss / total).backward(retain_graph=True)
     return flat(model)
@@ -78,11 +85,11 @@ def train(
     normalizer = LossNormalizer(7, divisor=names, metrics={"loss": "labels"}, normalization=normalization)
 
     def one(m: int) -> None:
+        found = losses(model, seed_of(rank, m), *minibatch[rank][m])
+        normalizer.metric("loss", found[0])
         scaled = [
             normalizer.scaled(loss, count, divisor=name)
-            for name, loss, count in zip(
-                names, losses(model, seed_of(rank, m), *minibatch[rank][m]), minibatch[rank][m], strict=False
-            )
+            for name, loss, count in zip(names, found, minibatch[rank][m], strict=False)
         ]
         sum(scaled[1:], scaled[0]).backward()
 
@@ -150,38 +157,32 @@ def test_ranks_weigh_as_much_as_they_count(ranks: Callable[[int], RankPool]) -> 
     assert ranks(2).run(weights, [2, 8]) == pytest.approx([0.2, 0.8])
 
 
-def sharded(rank: int, world: int, minibatch: Minibatch, normalization: Normalization, transport: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    from odc import fully_shard as on_demand
-    from odc.fsdp import shutdown
-
-    model = copy.deepcopy(build(torch.float32))
-    shard = on_demand if transport == "odc" else fully_shard
-    shard(model[2])
-    shard(model)
-    if transport == "odc":
-        with model.minibatch():
-            normalizer = train(rank, minibatch, normalization, 2, model)
-    else:
-        normalizer = train(rank, minibatch, normalization, 2, model)
-    normalizer.finish(model.parameters())
-    expected = reference(minibatch, normalization, 2)
-    assert (flat(model) - expected).norm() < 1e-6 * expected.norm(), (flat(model), expected)
-    if transport == "odc":
-        shutdown()
-
-
-@pytest.mark.parametrize("normalization", ["global", "per_microbatch"])
+@pytest.mark.parametrize(
+    ("normalization", "kinds"), [("global", 1), ("global", 2), ("per_microbatch", 2), ("per_rank_microbatch", 1)]
+)
 @pytest.mark.parametrize(("transport", "minibatch"), [
     ("odc", [[(9, 1), (0, 3), (4, 0)], [(2, 2)]]),
     ("odc", [[], [(8, 0), (1, 1)]]),
     ("fsdp2", [[(9, 1), (0, 3)], [(2, 2), (5, 0)]]),
 ])  # fmt: skip
+@on_ranks(2)
 def test_over_shards(
-    ranks: Callable[[int], RankPool], transport: str, minibatch: Minibatch, normalization: Normalization
+    rank: int, world: int, transport: str, minibatch: Minibatch, normalization: Normalization, kinds: int
 ) -> None:
-    ranks(2).run(sharded, minibatch, normalization, transport)
+    model: Any = build(torch.float32)
+    shard = fully_shard if transport == "odc" else torch_fully_shard
+    shard(model[2])
+    shard(model)
+    with model.minibatch() if transport == "odc" else contextlib.nullcontext():
+        normalizer = train(rank, minibatch, normalization, kinds, model)
+    totals = normalizer.finish(model.parameters())
+    expected = reference(minibatch, normalization, kinds)
+    assert (flat(model) - expected).norm() < 1e-6 * expected.norm(), (flat(model), expected)
+    alone = [losses(build(), seed_of(r, m), *counts) for r, own in enumerate(minibatch) for m, counts in enumerate(own)]
+    mean = float(sum(loss for loss, _ in alone)) / totals.divisors["labels"]
+    assert totals.metrics["loss"] == pytest.approx(mean, rel=1e-5)
+    if transport == "odc":
+        shutdown()
 
 
 def promises(rank: int, world: int, promised: list[int], trained: list[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
+from support.on_ranks import on_ranks
 from support.ranks import RankPool, RanksFailed
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -44,13 +44,9 @@ def loss_sum(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
-    """All of them, whole, as one vector in double precision."""
-    return torch.cat([_whole(p.grad).double().flatten() for p in model.parameters()])
-
-
-def _whole(gradient: torch.Tensor | None) -> torch.Tensor:
-    assert gradient is not None, "a parameter has no gradient"
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    """All of them as one vector in double precision."""
+    assert all(p.grad is not None for p in model.parameters()), "a parameter has no gradient"
+    return torch.cat([p.grad.double().flatten() for p in model.parameters()])
 
 
 def reference(counts: Sequence[int], weight: Callable[[int, int], float]) -> torch.Tensor:
@@ -77,7 +73,7 @@ def run(counts: Sequence[int], normalizer: LossNormalizer, dtype: torch.dtype = 
     for parameter, total in zip(grown, totals, strict=True):
         parameter.grad = total
     normalizer.finish(grown)
-    return torch.cat([_whole(p.grad).double().flatten() for p in grown])
+    return torch.cat([p.grad.double().flatten() for p in grown])
 
 
 def off(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -213,68 +209,14 @@ def test_what_is_refused() -> None:
 # ranks ---------------------------------------------------------------------------------------------------------------
 
 
-def sharded_run(rank: int, world: int, counts: list[list[int]], transport: str, normalization: Normalization) -> None:
-    """Gradients of unequal microbatches on all ranks, sharded, against one process in double precision."""
-    from torch.distributed.fsdp import fully_shard
-
-    from odc import fully_shard as on_demand
-    from odc.fsdp import shutdown
-
-    flat = [n for own in counts for n in own]
-    first = sum(len(own) for own in counts[:rank])
-    model = copy.deepcopy(build(torch.float32))
-    shard = on_demand if transport == "odc" else fully_shard
-    shard(model[2])
-    shard(model)
-    proxy = 50 if normalization == "global" else len(flat)
-    normalizer = LossNormalizer(proxy, metrics={"loss": "labels"}, normalization=normalization)
-
-    def work() -> None:
-        for i, labels in enumerate(counts[rank]):
-            loss = loss_sum(model, *microbatch(first + i, max(flat) + 2, labels))
-            normalizer.metric("loss", loss)
-            normalizer.scaled(loss, labels).backward()
-
-    if transport == "odc":
-        with model.minibatch():
-            work()
-    else:
-        work()
-    totals = normalizer.finish(model.parameters())
-    nonempty = sum(1 for n in flat if n)
-    by_token, by_microbatch = (lambda n, _: 1 / sum(flat)), (lambda n, _: 1 / (nonempty * n) if n else 0.0)
-    expected = reference(flat, by_token if normalization == "global" else by_microbatch)
-    assert off(gradients(model), expected) < 1e-6, off(gradients(model), expected)
-    assert totals.divisors["labels"] == sum(flat), totals
-    losses = [float(loss_sum(build(), *microbatch(m, max(flat) + 2, n))) for m, n in enumerate(flat)]
-    assert abs(totals.metrics["loss"] - sum(losses) / sum(flat)) < 1e-5, totals
-    if transport == "odc":
-        shutdown()
-
-
-@pytest.mark.parametrize("normalization", ["global", "per_rank_microbatch"])
-@pytest.mark.parametrize(("transport", "counts"), [
-    ("odc", [[40, 12, 1], [5]]),
-    ("odc", [[], [7, 0, 20]]),
-    ("fsdp2", [[40, 1], [5, 0]]),
-])  # fmt: skip
-def test_over_sharded_ranks(
-    ranks: Callable[[int], RankPool], transport: str, counts: list[list[int]], normalization: Normalization
-) -> None:
-    ranks(2).run(sharded_run, counts, transport, normalization)
-
-
-def all_empty(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_all_ranks_skip_together(rank: int, world: int) -> None:
     model, normalizer = build(), LossNormalizer(4, metrics={"loss": "labels"})
     if rank == 0:
         normalizer.scaled(loss_sum(model, *microbatch(0, 5, 0)), 0).backward()
     totals = normalizer.finish(model.parameters())
     assert totals.skip, totals
     assert all(p.grad is None for p in model.parameters()), "gradients stay"
-
-
-def test_all_ranks_skip_together(ranks: Callable[[int], RankPool]) -> None:
-    ranks(2).run(all_empty)
 
 
 def unequal(rank: int, world: int, proxies: list[int]) -> None:

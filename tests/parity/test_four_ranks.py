@@ -28,6 +28,7 @@ from support.models import (
     tokens,
     train,
 )
+from support.on_ranks import on_ranks
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,10 +40,6 @@ from odc import Settings, fully_shard
 
 Pools = Callable[[int], RankPool]
 
-# Two ranks show what shards alone do; four, what their layout adds.
-LAYOUTS = pytest.mark.parametrize(
-    "hybrid", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["sharded", "hybrid"]
-)
 UNEQUAL = ((1, 3, 2, 0), (2, 0, 1, 1), (0, 0, 4, 1))
 ONE = ((1, 1, 1, 1),)
 
@@ -63,13 +60,10 @@ def _reference(case: Case, rank: int, hybrid: bool) -> Run:
     return train(torch_fully_shard, case, rank, 4, mesh=mesh, pad=case.idiom != "each")
 
 
-def close(rank: int, world: int, case: Case, hybrid: bool, settings: Settings | None) -> None:
-    mesh = grid() if hybrid else flat()
-    run = train(fully_shard, case, rank, world, mesh=mesh, settings=settings)
-    assert_trained_alike(run, _reference(case, rank, hybrid), low_precision=case.low_precision)
-
-
-def near_oracle_hybrid(rank: int, world: int, case: Case, settings: Settings) -> None:
+@pytest.mark.parametrize("reproducible", [False, True], ids=["fp32", "fp64"])
+@on_ranks(4)
+def test_hybrid_accumulators_are_within_rounding_of_the_oracle(rank: int, world: int, reproducible: bool) -> None:
+    case, settings = Case(counts=((2, 0, 3, 1),)), Settings(reproducible=reproducible)
     model = build(fully_shard, case, grid(), settings=settings)
     weights = {name: p.full_tensor() for name, p in model.state_dict().items()}
     oracle, share = Oracle(weights, case, 0, world), token_share(case.of(0), world)
@@ -94,7 +88,9 @@ def subgroups(rank: int, world: int) -> int:
     return len(run.losses)
 
 
-def two_roots(rank: int, world: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["after_evaluation", "together"])
+@on_ranks(4)
+def test_two_roots_in_one_backward_in_opposite_orders(rank: int, world: int, how: str) -> None:
     """Two models in one backward, which odd ranks run, and so finish, in the other order.
 
     What lets ranks do that is that both epochs are open before: by `odc.minibatch`, or by an evaluation of each.
@@ -130,8 +126,10 @@ def two_roots(rank: int, world: int, how: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def tensor_parallel(rank: int, world: int, ranks: list[list[int]]) -> None:
-    grid = DeviceMesh("cpu", ranks, mesh_dim_names=("outer", "inner"))
+@pytest.mark.parametrize("ranks_of_mesh", [[[0, 1], [2, 3]], [[2, 3], [0, 1]]], ids=["rising", "falling"])
+@on_ranks(4)
+def test_tensor_parallel_inside(rank: int, world: int, ranks_of_mesh: list[list[int]]) -> None:
+    grid = DeviceMesh("cpu", ranks_of_mesh, mesh_dim_names=("outer", "inner"))
 
     def run(shard: Callable[..., object]) -> Run:
         torch.manual_seed(0)
@@ -158,47 +156,32 @@ def tensor_parallel(rank: int, world: int, ranks: list[list[int]]) -> None:
     assert_same(run(fully_shard), run(torch_fully_shard))
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
-@pytest.mark.parametrize("accumulate", ["server", "direct"])
-def test_unequal_counts(ranks: Pools, accumulate: str, hybrid: bool) -> None:
-    case = Case(counts=UNEQUAL, idiom="minibatch", layers=2, tied=True)
-    ranks(4).run(close, case, hybrid, Settings(accumulate=accumulate))  # type: ignore[arg-type]
+MANY: dict[str, Any] = {"counts": UNEQUAL, "idiom": "minibatch", "layers": 2}
+CASES: dict[str, tuple[Case, Settings]] = {
+    "unequal": (Case(**MANY, tied=True), Settings()),
+    "unequal direct": (Case(**MANY, tied=True), Settings(accumulate="direct")),
+    "bf16": (Case(**MANY, low_precision=True, checkpointing="wrapper", frozen="layer"), Settings()),
+    "adapters": (Case(**MANY, low_precision=True, frozen="base"), Settings(reproducible=True)),
+    "unchanged loop": (Case(counts=ONE, layers=2), Settings()),
+}
 
 
-@LAYOUTS
-def test_bf16(ranks: Pools, hybrid: bool) -> None:
-    case = Case(
-        counts=UNEQUAL, idiom="minibatch", layers=2, low_precision=True, checkpointing="wrapper", frozen="layer"
-    )
-    ranks(4).run(close, case, hybrid, None)
-
-
-@LAYOUTS
-def test_adapters_on_a_frozen_base(ranks: Pools, hybrid: bool) -> None:
-    case = Case(counts=UNEQUAL, idiom="minibatch", layers=2, low_precision=True, frozen="base")
-    ranks(4).run(close, case, hybrid, Settings(reproducible=True))
-
-
-@LAYOUTS
-def test_unchanged_loop(ranks: Pools, hybrid: bool) -> None:
-    ranks(4).run(close, Case(counts=ONE, layers=2), hybrid, None)
-
-
-@pytest.mark.parametrize("reproducible", [False, True], ids=["fp32", "fp64"])
-def test_hybrid_accumulators_are_within_rounding_of_the_oracle(ranks: Pools, reproducible: bool) -> None:
-    case = Case(counts=((2, 0, 3, 1),))
-    ranks(4).run(near_oracle_hybrid, case, Settings(reproducible=reproducible))
+@pytest.mark.parametrize(
+    ("name", "hybrid"),
+    [
+        # Two ranks show what shards alone do; four, what their layout adds.
+        pytest.param(name, hybrid, marks=() if hybrid or name == "unequal" else pytest.mark.thorough)
+        for name in CASES
+        for hybrid in (False, True)
+    ],
+)
+@on_ranks(4)
+def test_equals_fsdp2_but_for_rounding(rank: int, world: int, name: str, hybrid: bool) -> None:
+    case, settings = CASES[name]
+    mesh = grid() if hybrid else flat()
+    run = train(fully_shard, case, rank, world, mesh=mesh, settings=settings)
+    assert_trained_alike(run, _reference(case, rank, hybrid), low_precision=case.low_precision)
 
 
 def test_two_jobs_on_halves_of_the_ranks(ranks: Pools) -> None:
     assert ranks(4).run(subgroups) == [2, 2, 5, 5]
-
-
-@pytest.mark.parametrize("how", ["after_evaluation", "together"])
-def test_two_roots_in_one_backward_in_opposite_orders(ranks: Pools, how: str) -> None:
-    ranks(4).run(two_roots, how)
-
-
-@pytest.mark.parametrize("ranks_of_mesh", [[[0, 1], [2, 3]], [[2, 3], [0, 1]]], ids=["rising", "falling"])
-def test_tensor_parallel_inside(ranks: Pools, ranks_of_mesh: list[list[int]]) -> None:
-    ranks(4).run(tensor_parallel, ranks_of_mesh)

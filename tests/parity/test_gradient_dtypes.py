@@ -1,4 +1,4 @@
-"""A parameter may say in which dtype its gradient is kept: `Tensor.grad_dtype`, heeded by FSDP2 from torch 2.15 on."""
+"""A parameter may set the dtype of its gradient: `Tensor.grad_dtype`, heeded by FSDP2 from torch 2.15 on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What FSDP2's users do between and around steps: each program runs under both, and everything it returns is equal.
 
-Two ranks, one backward a minibatch unless said otherwise, so equal means to the bit.
+Two ranks, one backward a minibatch unless noted otherwise, so equal means to the bit.
 """
 
 from __future__ import annotations

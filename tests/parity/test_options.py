@@ -1,6 +1,6 @@
-"""What `fully_shard` and its modules can be told: each program runs under FSDP2 and under odc, equal to the bit.
+"""Options of `fully_shard` and its modules: each program runs under FSDP2 and under odc, equal to the bit.
 
-Where the sums must differ in rounding (fp16, more than two ranks, an unsharded reference) the test says so.
+Where the sums must differ in rounding (fp16, more than two ranks, an unsharded reference) the test notes it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.compare import differences
 from support.models import Case, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens
+from support.on_ranks import on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
 from support.ranks import RankPool
 from torch.distributed.device_mesh import init_device_mesh
@@ -161,14 +162,17 @@ def some_parameters_ignored(shard_with: Make, rank: int, world: int) -> Result:
     return {name: p.grad.to_local() for name, p in model.named_parameters() if p is not ignored}
 
 
-def close_in_fp16(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_fp16_parameters(rank: int, world: int) -> None:
     """Ours adds in fp32 and rounds once; FSDP2 adds in fp16, divided before and after to stay in range."""
     mine, reference = (_in_dtype(each, rank, world, torch.float16) for each in (fully_shard, torch_fully_shard))
     wrong = differences(mine, reference, lambda b: 2.0**-9 * b.abs() + 2.0**-23)
     assert not wrong, "\n".join(wrong)
 
 
-def same_resharded(rank: int, world: int, after_forward: bool | int) -> None:
+@pytest.mark.parametrize(("world", "after_forward"), [(2, False), (2, True), (4, 2)])
+@on_ranks()
+def test_reshard_after_forward(rank: int, world: int, after_forward: bool | int) -> None:
     results = []
     for shard_with in (fully_shard, torch_fully_shard):
         model, optimizer = new(shard_with, reshard_after_forward=after_forward)
@@ -181,7 +185,8 @@ def same_resharded(rank: int, world: int, after_forward: bool | int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def rank_dependent_layers(rank: int, world: int) -> int:
+@on_ranks(2)
+def test_layers_left_out_by_rank(rank: int, world: int) -> None:
     """In each step other layers are left out, another on each rank; the reference runs every rank's data unsharded."""
     model, optimizer = new(fully_shard)
     whole = make(PLAIN)
@@ -205,7 +210,7 @@ def rank_dependent_layers(rank: int, world: int) -> int:
     gathered = {name: p.full_tensor() for name, p in model.named_parameters()}
     wrong = differences(gathered, dict(whole.named_parameters()), lambda b: 1e-6 + 1e-5 * b.abs())
     assert not wrong, "\n".join(wrong)
-    return missing
+    assert missing > 0
 
 
 def backward_of(model: Any, rank: int, number: int, skip: tuple[int, ...]) -> torch.Tensor:
@@ -216,21 +221,3 @@ def backward_of(model: Any, rank: int, number: int, skip: tuple[int, ...]) -> to
 @PROGRAMS.each()
 def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
     ranks(2).run(program)
-
-
-def test_fp16_parameters(ranks: Pools) -> None:
-    ranks(2).run(close_in_fp16)
-
-
-@pytest.mark.parametrize("after_forward", [False, True])
-def test_reshard_after_forward(ranks: Pools, after_forward: bool) -> None:
-    ranks(2).run(same_resharded, after_forward)
-
-
-def test_reshard_after_forward_to_two_of_four(ranks: Pools) -> None:
-    ranks(4).run(same_resharded, 2)
-
-
-def test_layers_left_out_by_rank(ranks: Pools) -> None:
-    missing = ranks(2).run(rank_dependent_layers)
-    assert missing[0] == missing[1] > 0

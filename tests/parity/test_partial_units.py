@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.models import own_gradients, own_parameters
+from support.on_ranks import on_ranks
 from support.programs import Compared, Make, Programs, Result
 from support.ranks import RankPool
 from torch import nn
@@ -148,7 +149,8 @@ def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
     ranks(2).run(program)
 
 
-def _unequal_chunks(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_in_a_block_no_chunk_ends_the_minibatch(rank: int, world: int) -> None:
     """In a block nothing ends with a chunk: ranks may run any number of them."""
     model = sharded(fully_shard)
     with model.minibatch():
@@ -159,11 +161,8 @@ def _unequal_chunks(rank: int, world: int) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_in_a_block_no_chunk_ends_the_minibatch(ranks: Pools) -> None:
-    ranks(2).run(_unequal_chunks)
-
-
-def _stepped_while_unsharded(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_a_step_never_leaves_old_weights_unsharded(rank: int, world: int) -> None:
     """A step reshards a unit that was kept over the chunks, so that the next chunk sees the new weights."""
     model = sharded(fully_shard, reshard=False)
     of_head = torch.optim.SGD(model.head.parameters(), lr=0.5)
@@ -180,7 +179,3 @@ def _stepped_while_unsharded(rank: int, world: int) -> None:
     after = whole(model.head.weight)
     assert not torch.equal(after, before)
     assert torch.equal(model.head(x), x @ after.T)
-
-
-def test_a_step_never_leaves_old_weights_unsharded(ranks: Pools) -> None:
-    ranks(2).run(_stepped_while_unsharded)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.compare import Oracle, assert_close, assert_same
+from support.compare import Oracle, assert_close, assert_same, own_chunk
 from support.models import (
     Case,
     Run,
@@ -91,10 +91,8 @@ def same_deferred(rank: int, world: int, case: Case, settings: Settings) -> None
 def near_oracle(rank: int, world: int, case: Case, settings: Settings | None) -> int:
     """`settings` None: FSDP2's own deferred reduction, a control of the oracle."""
     mesh = init_device_mesh("cpu", (world,))
-    if settings is None:
-        model = build(torch_fully_shard, case, mesh)
-    else:
-        model = build(fully_shard, case, mesh, settings=settings)
+    shard, options = (torch_fully_shard, {}) if settings is None else (fully_shard, {"settings": settings})
+    model = build(shard, case, mesh, **options)
     optimizer = adamw(model)
     pushed = 0
     for step in range(case.steps):
@@ -119,10 +117,7 @@ def near_oracle(rank: int, world: int, case: Case, settings: Settings | None) ->
 
 def oracle_sees_one_rounding_too_many(rank: int, world: int, case: Case) -> tuple[int, int]:
     model = build(torch_fully_shard, case, init_device_mesh("cpu", (world,)))
-    weights = {name: p.full_tensor() for name, p in model.state_dict().items()}
-    oracle = Oracle(weights, case, 0, world)
-    from support.compare import own_chunk
-
+    oracle = Oracle({name: p.full_tensor() for name, p in model.state_dict().items()}, case, 0, world)
     right = {name: own_chunk(mean, rank, world).float() for name, mean in oracle.mean.items()}
     swamped = {name: gradient.bfloat16().float() for name, gradient in right.items()}
     return tuple(  # type: ignore[return-value]
@@ -174,19 +169,22 @@ def test_many_microbatches(ranks: Pools, variant: str, low_precision: bool) -> N
     ranks(2).run(same_deferred, case, Settings(reproducible=True))
 
 
-@pytest.mark.parametrize("idiom", ["last_backward", "gradient_sync", "minibatch", "finish"])
-@pytest.mark.parametrize("counts", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
-def test_every_idiom(ranks: Pools, idiom: str, counts: tuple[tuple[int, int], ...]) -> None:
-    case = Case(counts=counts, idiom=idiom)  # type: ignore[arg-type]
-    ranks(2).run(same_deferred, case, Settings(reproducible=True))
+# A tower before the first image, an expert without a token: its parameters have never been unsharded.
+LEFT_OUT: dict[str, Any] = {"counts": UNEQUAL, "low_precision": True, "skipped": (0, 2)}
 
 
-@pytest.mark.parametrize("prefetch", [1, pytest.param(0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("options", "prefetch"),
+    [
+        pytest.param({"counts": EQUAL}, 1, id="equal"),
+        pytest.param({"counts": UNEQUAL}, 1, id="unequal"),
+        pytest.param(LEFT_OUT, 1, id="layers left out at first"),
+        pytest.param(LEFT_OUT, 0, id="the same without prefetch", marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize("idiom", ["last_backward", "gradient_sync", "minibatch", "finish"])
-def test_layers_that_the_first_microbatch_leaves_out(ranks: Pools, idiom: str, prefetch: int) -> None:
-    """A tower before the first image, an expert without a token: its parameters have never been unsharded."""
-    case = Case(counts=UNEQUAL, idiom=idiom, low_precision=True, skipped=(0, 2))  # type: ignore[arg-type]
-    ranks(2).run(same_deferred, case, Settings(reproducible=True, prefetch=prefetch))
+def test_every_idiom(ranks: Pools, idiom: Any, options: dict[str, Any], prefetch: int) -> None:
+    ranks(2).run(same_deferred, Case(idiom=idiom, **options), Settings(reproducible=True, prefetch=prefetch))
 
 
 @pytest.mark.parametrize("counts", [ONE, ((3, 3),)], ids=["one", "three"])

@@ -83,7 +83,7 @@ def test_on_a_gpu_flash_attention_gets_and_gives_what_is_expected(monkeypatch):
 
 
 def import_again() -> None:
-    """Run the file as a first import would, without touching the module that everybody uses."""
+    """Run the file as a first import would, without touching the module that is in use."""
     spec = importlib.util.spec_from_file_location("private_again", _torch_private.__file__)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -122,7 +122,7 @@ def test_two_zigzag_pieces_take_five_blocks_and_half_the_work_each():
     assert work == [64 * 64 // 4, 64 * 64 // 4]
 
 
-def test_who_reads_whom():
+def test_which_place_reads_which():
     cut = Cut(contiguous(30, 3, float))
     assert [cut.owners(place) for place in range(3)] == [[], [0], [0, 1]]
     assert [cut.readers(place) for place in range(3)] == [[1, 2], [2], []]

@@ -19,7 +19,9 @@ from odc.split.rehearsal import rehearse
 def test_models_that_can_be_split_pass_and_run_whole_samples_as_before(kind: str, dtype: torch.dtype) -> None:
     model: Any = model_of(kind, dtype)
     tokens = tokens_of(3, 40)[None]
-    packed = torch.cat([torch.arange(25), torch.arange(15)])[None]  # two samples in a row, told by their positions
+    packed = torch.cat([torch.arange(25), torch.arange(15)])[
+        None
+    ]  # two samples in a row, told apart by their positions
     given = [{"input_ids": tokens}, {"input_ids": tokens, "position_ids": packed}]
     before = [model(**inputs, use_cache=False).logits for inputs in given]
     extra = models.hook(model)
@@ -31,7 +33,7 @@ def test_models_that_can_be_split_pass_and_run_whole_samples_as_before(kind: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "says"),
+    ("kind", "more", "reason"),
     [
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ("llama", {"attention_dropout": 0.1}, "dropout of 0.1"),
@@ -39,8 +41,8 @@ def test_models_that_can_be_split_pass_and_run_whole_samples_as_before(kind: str
         ("mixtral", {"output_router_logits": True}, "output_router_logits"),
     ],
 )
-def test_refused_by_its_config(kind: str, more: dict[str, Any], says: str) -> None:
-    with pytest.raises(UnsupportedError, match=says):
+def test_refused_by_its_config(kind: str, more: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
         models.hook(model_of(kind, **more))
 
 
@@ -58,7 +60,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "reason"),
     [
         ("gemma2", "caps the scores .* attention is 'eager'"),
         ("bloom", "attention is 'eager'"),
@@ -70,11 +72,11 @@ SMALL = {
         ("deepseek_v3", "latent"),
     ],
 )
-def test_kinds_of_models_that_are_refused(kind: str, says: str) -> None:
+def test_kinds_of_models_that_are_refused(kind: str, reason: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL))
-    with pytest.raises(UnsupportedError, match=says):
+    with pytest.raises(UnsupportedError, match=reason):
         rehearse(model, models.layers_of(model), models.hook(model))
 
 
@@ -116,7 +118,7 @@ class Loses(OwnModel):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "reason"),
     [
         (Mixes, r"differ from the whole sample's by \d\.\de[-+]0\d, more than 1.0e-04 of their norm"),
         (Restarts, r"differ from the whole sample's by \d\.\de[-+]0\d, more than 1.0e-04 of their norm"),
@@ -124,9 +126,9 @@ class Loses(OwnModel):
         (Loses, "fails with TypeError: .*unexpected keyword argument 'odc_piece'"),
     ],
 )
-def test_what_rules_do_not_see_the_check_on_first_use_does(kind: type[OwnModel], says: str) -> None:
+def test_what_rules_do_not_see_the_check_on_first_use_does(kind: type[OwnModel], reason: str) -> None:
     torch.manual_seed(0)
-    with pytest.raises(UnsupportedError, match=says):
+    with pytest.raises(UnsupportedError, match=reason):
         rehearse(kind(), 2, {})
 
 

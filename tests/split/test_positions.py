@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from odc.errors import UnsupportedError
 from odc.split import models
-from odc.split.attention import PieceHandle
-from odc.split.positions import guard
+from odc.split.handle import PieceHandle, guard
 
 POSITIONS = torch.cat([torch.arange(5), torch.arange(15, 20)])[None]
 
@@ -50,7 +49,7 @@ def test_positions_may_be_given_by_place() -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_loop_that_omits_positions_is_told(kind: str) -> None:
+def test_a_loop_that_omits_positions_is_refused(kind: str) -> None:
     model, inputs = prepared(kind)
     del inputs["position_ids"]
     for called in (model, model.base_model):  # whose head may be run apart
@@ -60,14 +59,14 @@ def test_a_loop_that_omits_positions_is_told(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "own"])
 @pytest.mark.parametrize("wrong", [torch.arange(10)[None], torch.arange(20)[None]])
-def test_other_positions_are_told(kind: str, wrong: Tensor) -> None:
+def test_other_positions_are_refused(kind: str, wrong: Tensor) -> None:
     model, inputs = prepared(kind)
     with pytest.raises(UnsupportedError, match="other position_ids than the piece's"):
         model(**{**inputs, "position_ids": wrong})
 
 
 def test_a_model_within_another_is_guarded() -> None:
-    """Whoever calls it; a model that nobody guards gets no further than its first layer."""
+    """A model that is not guarded gets no further than its first layer."""
 
     class Wrapped(nn.Module):
         def __init__(self, model: nn.Module) -> None:
@@ -84,6 +83,6 @@ def test_a_model_within_another_is_guarded() -> None:
         OwnModel()(**{name: inputs[name] for name in ("input_ids", "position_ids", "odc_piece")})
 
 
-def test_whole_samples_are_nobodys_business() -> None:
+def test_whole_samples_are_not_guarded() -> None:
     model, inputs = prepared("llama")
     assert model(input_ids=inputs["input_ids"], use_cache=False).logits.shape[1] == 10

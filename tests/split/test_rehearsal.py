@@ -1,14 +1,14 @@
-"""The check on first use: what it refuses that one look at outputs does not show, and what it leaves as it was."""
+"""The check on first use: what it refuses that outputs alone do not show, and what it keeps as it was."""
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support import mixing_models as mixing
+from support.on_ranks import on_ranks
 from support.split_jobs import LONGEST, Minibatch, OwnModel, apart, losses_of, model_of, step_of
 from torch import nn
 
@@ -27,7 +27,7 @@ def made(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "reason"),
     [
         (mixing.BatchNorm, OUTPUTS),
         (mixing.ExpertChoice, OUTPUTS),
@@ -37,8 +37,8 @@ def made(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module
         (mixing.AuxLoss, GRADIENTS),
     ],
 )
-def test_models_that_mix_over_the_batch_are_refused(kind: type[nn.Module], says: str, dtype: torch.dtype) -> None:
-    with pytest.raises(UnsupportedError, match=says):
+def test_models_that_mix_over_the_batch_are_refused(kind: type[nn.Module], reason: str, dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
         rehearse(made(kind, dtype), 2, {})
 
 
@@ -123,7 +123,8 @@ def sharded(param_dtype: torch.dtype | None = None, output_dtype: torch.dtype | 
     return model
 
 
-def in_mixed_precision(rank: int, world: int, name: str) -> str:
+@on_ranks(2)
+def test_a_bf16_policy_with_fp32_output(rank: int, world: int, name: str) -> None:
     """The output is fp32, but all that the model computes is in bf16: so is the limit, and the gradients agree."""
     model, whole = sharded(torch.bfloat16, torch.float32), model_of("llama", torch.float32)
     splitter = Splitter(model, LONGEST, timeout_s=120.0, name=name)
@@ -140,14 +141,10 @@ def in_mixed_precision(rank: int, world: int, name: str) -> str:
         other.grad = one.grad.full_tensor()  # the mean over ranks, which `apart` sums
     gradients, losses = apart(whole, minibatch, model_of("llama", torch.float32), loss)
     assert gradients <= 0.2 and losses <= 1e-2, f"gradients {gradients:.1e}, loss {losses:.1e}"
-    return f"gradients {gradients:.1e}, loss {losses:.1e}"
 
 
-def test_a_bf16_policy_with_fp32_output(ranks: Any) -> None:
-    print(ranks(2).run(in_mixed_precision, uuid.uuid4().hex)[0])
-
-
-def checked_in_the_middle(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_the_check_adds_nothing_to_an_open_minibatch(rank: int, world: int, name: str) -> None:
     """The check runs inside the first minibatch with pieces, where gradients have been pushed already."""
     grads = []
     for prepared in (True, False):
@@ -163,7 +160,3 @@ def checked_in_the_middle(rank: int, world: int, name: str) -> None:
         splitter.close()
         dist.barrier()
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-6)
-
-
-def test_the_check_adds_nothing_to_an_open_minibatch(ranks: Any) -> None:
-    ranks(2).run(checked_in_the_middle, uuid.uuid4().hex)

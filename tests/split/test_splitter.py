@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import uuid
 from typing import Any
@@ -14,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import examples
 from support.failing import assert_all_noticed
+from support.on_ranks import on_ranks
 from support.rank_worker import die
 from support.ranks import spawn_ranks
-from support.split_jobs import LONGEST, Minibatch, loss_of, losses_whole, model_of, step_of, tokens_of
+from support.split_jobs import LONGEST, Minibatch, add_whole, gradient_error, loss_of, model_of, step_of, tokens_of
 
 from odc.balance import Plan, SplitSample
 from odc.errors import OdcError, PeerLostError, PlanError, UnsupportedError, WaitTimeoutError
@@ -45,24 +45,13 @@ def at_random_paces(rank: int, world: int, name: str, job: list[tuple[Minibatch,
     model, like = model_of("own", torch.float64), model_of("own", torch.float64)
     splitter = splitter_of(model, name, keep=keep)
     random.seed(rank)
-    losses = []
-    for minibatch, paces in job:  # without meeting in between
-        losses.append(step_of(model, splitter, minibatch, rank, world, paces[rank]))
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    for minibatch, _ in job[:-1]:
+    for minibatch, paces in job:  # no rank waits for all others in between
+        step_of(model, splitter, minibatch, rank, world, paces[rank])
+    for minibatch, _ in job:
         add_whole(like, minibatch)
-    together = torch.cat([grad.flatten() for grad in found])
-    dist.all_reduce(together)
-    add_whole(like, job[-1][0])
-    expected = torch.cat([p.grad.flatten() for p in like.parameters() if p.grad is not None])
-    error = float((together - expected).norm() / expected.norm())
+    error = gradient_error(model, like)
     assert error <= 1e-12, f"gradients of {job} are apart by {error}"
     splitter.close()
-
-
-def add_whole(like: Any, minibatch: Minibatch) -> None:
-    for loss in losses_whole(like, minibatch, range(len(minibatch.lengths))):
-        loss.backward()
 
 
 def test_random_minibatches_at_random_paces_never_hang(ranks: Any) -> None:
@@ -79,25 +68,9 @@ def test_random_minibatches_at_random_paces_never_hang(ranks: Any) -> None:
     property_()
 
 
-@pytest.mark.thorough
-def test_a_thousand_random_minibatches(ranks: Any) -> None:
-    draw = random.Random(4)
-
-    def one() -> tuple[Minibatch, list[float]]:
-        splits = [
-            (draw.randint(12, 80), draw.sample(range(3), draw.randint(2, 3)), draw.choice(["zigzag", "contiguous"]))
-            for _ in range(draw.randint(0, 4))
-        ]
-        whole = [(draw.randint(2, 40), draw.randrange(3)) for _ in range(draw.randint(0, 4))]
-        return Minibatch(splits, whole), [draw.choice([0.0, 0.0, 0.002]) for _ in range(3)]
-
-    for keep in (True, False):
-        ranks(3).run(at_random_paces, uuid.uuid4().hex, [one() for _ in range(500)], keep)
-
-
 def in_their_own_orders(rank: int, world: int, name: str, job: list[tuple[Minibatch, list[int]]]) -> str:
-    """Each rank runs the split samples in an order of its own; returns what it was told, or nothing."""
-    model, said = model_of("own"), ""
+    """Each rank runs the split samples in an order of its own; returns the error that it got, or nothing."""
+    model, message = model_of("own"), ""
     splitter = splitter_of(model, name)
     for minibatch, seeds in job:
         random.Random(seeds[rank]).shuffle(minibatch.splits)
@@ -106,13 +79,13 @@ def in_their_own_orders(rank: int, world: int, name: str, job: list[tuple[Miniba
         except WaitTimeoutError:
             raise
         except OdcError as error:
-            said = str(error)
+            message = str(error)
             break
     dist.barrier()
-    return said
+    return message
 
 
-def test_opposite_orders_are_told_to_all_who_meet_them(ranks: Any) -> None:
+def test_opposite_orders_are_an_error_on_every_rank_that_they_concern(ranks: Any) -> None:
     pool = ranks(3)
 
     @given(
@@ -131,8 +104,8 @@ def test_opposite_orders_are_told_to_all_who_meet_them(ranks: Any) -> None:
                     (rank, other) for rank in range(3) for other in plans[rank][at].ranks if rank in splits[rank].ranks
                 ]
                 differ = differ or any(splits[rank] != splits[other] for rank, other in met)
-        told = pool.run(in_their_own_orders, uuid.uuid4().hex, job, timeout=120.0)
-        assert any(told) == differ, told
+        messages = pool.run(in_their_own_orders, uuid.uuid4().hex, job, timeout=120.0)
+        assert any(messages) == differ, messages
 
     property_()
 
@@ -140,11 +113,14 @@ def test_opposite_orders_are_told_to_all_who_meet_them(ranks: Any) -> None:
 # refusals ---------------------------------------------------------------------------------------------------------
 
 
-def too_long(rank: int, world: int, name: str) -> None:
+@on_ranks(3)
+def test_a_plan_that_does_not_fit_is_refused_before_the_first_piece(rank: int, world: int, name: str) -> None:
     """Refused on all ranks, also on one without a piece, before any of them waits."""
     splitter = splitter_of(model_of("own"), name, longest=100, piece_tokens=50)
-    says = r"sample 0 has 120 tokens in pieces of up to 60, but the arenas are for 100 .* longest=120, piece_tokens=60"
-    with pytest.raises(PlanError, match=says):
+    refused = (
+        r"sample 0 has 120 tokens in pieces of up to 60, but the arenas are for 100 .* longest=120, piece_tokens=60"
+    )
+    with pytest.raises(PlanError, match=refused):
         next(splitter.pieces(Minibatch([(120, [0, 1], "zigzag")]).plan(world)))
     with pytest.raises(PlanError, match="the plan is for 5 ranks, the splitter for 3"):
         next(splitter.pieces(Minibatch([(60, [0, 1], "zigzag")]).plan(5)))
@@ -154,11 +130,8 @@ def too_long(rank: int, world: int, name: str) -> None:
     assert list(splitter.pieces(Minibatch([], [(5, 0)]).plan(world))) == []
 
 
-def test_a_plan_that_does_not_fit_is_refused_before_the_first_piece(ranks: Any) -> None:
-    ranks(3).run(too_long, uuid.uuid4().hex)
-
-
-def no_backward(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_a_piece_without_backward_is_named(rank: int, world: int, name: str) -> None:
     model = model_of("own")
     pieces = splitter_of(model, name).pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world))
     with torch.no_grad():
@@ -168,11 +141,8 @@ def no_backward(rank: int, world: int, name: str) -> None:
         next(pieces)
 
 
-def test_a_piece_without_backward_is_named(ranks: Any) -> None:
-    ranks(2).run(no_backward, uuid.uuid4().hex)
-
-
-def no_label(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_a_piece_without_a_label(rank: int, world: int, name: str) -> None:
     """Only the first token has a label: one piece has no loss, and gives and takes gradients of 0 all the same."""
     model = model_of("own", torch.float64)
     splitter, tokens = splitter_of(model, name), tokens_of(0, 40)
@@ -180,22 +150,15 @@ def no_label(rank: int, world: int, name: str) -> None:
     labels[1] = 7
     for piece in splitter.pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world)):
         loss_of(model, *piece.of(tokens, labels)).backward()
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    found = torch.cat([grad.flatten() for grad in grads])
-    dist.all_reduce(found)
     like: Any = model_of("own", torch.float64)
     targets = torch.cat([labels[1:], labels.new_full((1,), -100)])
     loss_of(like, {"input_ids": tokens[None], "position_ids": torch.arange(40)[None]}, targets).backward()
-    expected = torch.cat([p.grad.flatten() for p in like.parameters()])
-    assert float((found - expected).norm() / expected.norm()) <= 1e-12
+    assert gradient_error(model, like) <= 1e-12
     splitter.close()
 
 
-def test_a_piece_without_a_label(ranks: Any) -> None:
-    ranks(2).run(no_label, uuid.uuid4().hex)
-
-
-def frozen_below(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_frozen_layers(rank: int, world: int, name: str) -> None:
     """Nothing below the second layer is trained: backward does not come to the first, whose keys are given back."""
     model, like = model_of("llama", torch.float64), model_of("llama", torch.float64)
     for one in (model, like):
@@ -203,27 +166,23 @@ def frozen_below(rank: int, world: int, name: str) -> None:
             parameter.requires_grad_(False)
     splitter = splitter_of(model, name, layers=None)
     minibatch = Minibatch([(40, [0, 1], "zigzag"), (60, [1, 0], "zigzag")])
-    loss = step_of(model, splitter, minibatch, rank, world)
-    for one in (model, like):
-        for parameter in one.parameters():
-            if not parameter.requires_grad:
-                parameter.requires_grad_(True).grad = torch.zeros_like(parameter)
-    del loss
-    grads = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
-    dist.all_reduce(grads)
-    for parameter in [*like.model.embed_tokens.parameters(), *like.model.layers[0].parameters()]:  # type: ignore[union-attr]
-        parameter.requires_grad_(False)
+    step_of(model, splitter, minibatch, rank, world)
     add_whole(like, minibatch)
-    expected = torch.cat([p.grad.flatten() for p in like.parameters()])  # type: ignore[union-attr]
-    assert float((grads - expected).norm() / expected.norm()) <= 1e-12
+    assert gradient_error(model, like) <= 1e-12
     splitter.close()
 
 
-def test_frozen_layers(ranks: Any) -> None:
-    ranks(2).run(frozen_below, uuid.uuid4().hex)
-
-
-def orders_differ(rank: int, world: int, name: str, splits: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [(40, [0, 1], "zigzag"), (60, [0, 1], "zigzag")],
+        # Each rank has a second piece, which no rank reads and which waits for the first one.
+        [(40, [0, 1], "contiguous"), (40, [1, 0], "contiguous")],
+    ],
+    ids=["zigzag", "contiguous"],
+)
+@on_ranks(2)
+def test_opposite_orders_are_named_at_once(rank: int, world: int, name: str, splits: list[Any]) -> None:
     """Their deadline is hours away: the test would run out of time if they waited for each other."""
     model = model_of("own")
     splitter = splitter_of(model, name, timeout_s=7200.0)
@@ -231,23 +190,9 @@ def orders_differ(rank: int, world: int, name: str, splits: list[Any]) -> None:
         step_of(model, splitter, Minibatch(splits if rank else splits[::-1]), rank, world)
 
 
-@pytest.mark.parametrize(
-    "splits",
-    [
-        [(40, [0, 1], "zigzag"), (60, [0, 1], "zigzag")],
-        # Each rank has a second piece, which nobody reads and which waits for the first one.
-        [(40, [0, 1], "contiguous"), (40, [1, 0], "contiguous")],
-    ],
-    ids=["zigzag", "contiguous"],
-)
-def test_opposite_orders_are_named_at_once(splits: list[Any]) -> None:
-    with spawn_ranks(2, orders_differ, uuid.uuid4().hex, splits) as ranks:
-        outcomes = ranks.wait()
-    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
-
-
-def cuts_differ(rank: int, world: int, name: str) -> None:
-    """Rank 0 waits for nobody in forward: all that rank 1 asks for lies there when it comes."""
+@on_ranks(2)
+def test_slices_that_differ_are_named_where_the_peers_keys_lie_there_already(rank: int, world: int, name: str) -> None:
+    """Rank 0 waits for no rank in forward: all that rank 1 asks for lies there when it comes."""
     model = model_of("own")
     splitter = splitter_of(model, name, timeout_s=7200.0)
     border = 16 if rank else 20
@@ -266,13 +211,8 @@ def cuts_differ(rank: int, world: int, name: str) -> None:
     dist.barrier()
 
 
-def test_slices_that_differ_are_named_where_the_peers_keys_lie_there_already() -> None:
-    with spawn_ranks(2, cuts_differ, uuid.uuid4().hex) as ranks:
-        outcomes = ranks.wait()
-    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
-
-
-def stays_away(rank: int, world: int, name: str) -> None:
+@on_ranks(2)
+def test_a_deadline_names_the_rank_that_did_not_come(rank: int, world: int, name: str) -> None:
     """Rank 1 does not come to the only split sample, but has made its splitter."""
     model = model_of("own")
     splitter = splitter_of(model, name, timeout_s=3.0)
@@ -284,12 +224,6 @@ def stays_away(rank: int, world: int, name: str) -> None:
             step_of(model, splitter, Minibatch(splits), rank, world)
         assert error.value.culprit == 1
     dist.barrier()
-
-
-def test_a_deadline_names_who_did_not_come() -> None:
-    with spawn_ranks(2, stays_away, uuid.uuid4().hex) as ranks:
-        outcomes = ranks.wait()
-    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
 
 
 def dies_in_a_piece(rank: int, world: int, name: str, where: str) -> None:
@@ -315,47 +249,15 @@ def test_a_rank_that_dies_in_a_piece_is_named_by_all(where: str) -> None:
     assert_all_noticed(outcomes, 1, died)
 
 
-def dies_anywhere(rank: int, world: int, name: str, seed: int) -> None:
-    """Random minibatches, of which the last has a piece for each; one rank dies in a layer of some piece of its own."""
-    draw = random.Random(seed)
-    culprit, where, after = draw.randrange(world), draw.choice(["forward", "backward"]), draw.randrange(12)
-    model: Any = model_of("own")
-    splitter = splitter_of(model, name, keep=draw.random() < 0.5, timeout_s=600.0)
-    splitter.prepare()
-    dist.barrier()
-    calls = itertools.count()
-    layer = model.qkv[draw.randrange(2)]
-
-    def perhaps(*unused: Any) -> None:
-        if rank == culprit and next(calls) == after:
-            die(culprit)
-
-    if where == "forward":
-        layer.register_forward_pre_hook(perhaps)
-    else:
-        layer.register_full_backward_hook(perhaps)
-    for _ in range(40):
-        splits = [(draw.randint(12, 80), draw.sample(range(world), draw.randint(2, world)), "zigzag") for _ in range(3)]
-        step_of(model, splitter, Minibatch([*splits, (50, list(range(world)), "zigzag")]), rank, world, 0.002)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", range(8))
-def test_a_rank_that_dies_anywhere_is_named_by_all(seed: int) -> None:
-    with spawn_ranks(3, dies_anywhere, uuid.uuid4().hex, seed) as ranks:
-        outcomes = ranks.wait()
-    ((died, culprit),) = [told for outcome in outcomes for told in outcome.told]
-    assert_all_noticed(outcomes, culprit, died)
-
-
 def fails_in_a_piece(model: Any, splitter: Splitter, world: int) -> None:
     for piece in splitter.pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world)):
         loss_of(model, *piece.of(tokens_of(0, 40)))
         raise ZeroDivisionError
 
 
-def raises_in_a_piece(rank: int, world: int, name: str) -> None:
-    """Rank 1's loop fails between forward and backward; rank 0 waits for its gradients, for hours if nobody told it."""
+@on_ranks(2)
+def test_a_loop_that_fails_in_a_piece_is_named(rank: int, world: int, name: str) -> None:
+    """Rank 1's loop fails between forward and backward; rank 0 would wait for its gradients for hours."""
     model = model_of("own")
     splitter = splitter_of(model, name, timeout_s=7200.0)
     if rank == 1:
@@ -367,12 +269,6 @@ def raises_in_a_piece(rank: int, world: int, name: str) -> None:
     dist.barrier()
 
 
-def test_a_loop_that_fails_in_a_piece_is_named() -> None:
-    with spawn_ranks(2, raises_in_a_piece, uuid.uuid4().hex) as ranks:
-        outcomes = ranks.wait()
-    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
-
-
-def test_a_model_of_ones_own_says_how_many_layers_it_has() -> None:
+def test_a_model_of_ones_own_needs_its_number_of_layers() -> None:
     with pytest.raises(UnsupportedError, match="needs `layers`"):
         Splitter(model_of("own"), LONGEST, ranks=[0, 1], rank=0)

@@ -101,16 +101,17 @@ def await_sums_in_backward(model: Any) -> list[int]:
     while backward goes on where it is known to be the last. Returns the epochs in which they have.
     """
     from odc.fsdp import root_of
+    from odc.hosts.sums import EarlySums
 
     waited = list[int]()
 
     def await_sums(grad: torch.Tensor) -> None:
         root = root_of(model)
-        reader, epoch = root.member.reader, root.minibatch.epoch
-        assert reader is not None
+        sums, epoch = root.member.reduction, root.minibatch.epoch
+        assert isinstance(sums, EarlySums)
         (unit,) = (unit.index for unit in root.layout.units if unit.name == "layers.2")
         deadline = time.monotonic() + 100
-        while {reader._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
+        while {sums._read.get((partner, unit), (0, 0))[0] for partner in root.grid.partners} != {epoch}:
             assert time.monotonic() < deadline, f"rank {root.rank}: the sums do not come"
             time.sleep(0.002)
         waited.append(epoch)

@@ -157,6 +157,22 @@ def step_of(
     return total
 
 
+def gradient_error(model: nn.Module, like: nn.Module) -> float:
+    """How far all gradients, summed over ranks, are from those of `like`, as a share of their norm."""
+    found, expected = (
+        torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in one.parameters()])
+        for one in (model, like)
+    )
+    dist.all_reduce(found)
+    return float((found - expected).norm() / expected.norm())
+
+
+def add_whole(like: nn.Module, minibatch: Minibatch) -> None:
+    """Run all samples of the minibatch forward and backward, whole."""
+    for loss in losses_whole(like, minibatch, range(len(minibatch.lengths))):
+        loss.backward()
+
+
 def apart(model: nn.Module, minibatch: Minibatch, like: nn.Module, loss: float) -> tuple[float, float]:
     """How far gradients (the worst, by norm) and loss, summed over ranks, are from those of `like` run whole."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]

@@ -121,7 +121,7 @@ def _name(path: Path, test: unittest.TestCase) -> str:
 
 
 def _run(test: unittest.TestCase, timeout: int) -> tuple[str, str]:
-    """The outcome of one test, and what there is to say about it."""
+    """The outcome of one test, and its details."""
     from torch.testing._internal import common_distributed
 
     common_distributed.TIMEOUT_DEFAULT = timeout

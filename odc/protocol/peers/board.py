@@ -33,7 +33,7 @@ class PeerBoard(ABC):
 
     @property
     def reason(self) -> str:
-        """Why the job was aborted, or what the member noted as it shut down; empty if it said nothing."""
+        """Why the job was aborted, or what the member noted as it shut down; empty if it noted nothing."""
         return _read(self._texts("reason", 0, REASON_BYTES))
 
     def set_reason(self, text: str) -> None:

@@ -57,7 +57,7 @@ class RemotePeer(PeerBoard):
         return self._heap.tensor(self.column, "mirror/pushes", torch.int64, offset=start, numel=self._parameters)
 
     def mirrored(self, name: str) -> Words:
-        """The mirror of the member's region `name` (`odc.protocol.regions.arena_requests`)."""
+        """The mirror of the member's region `name`, of an arena."""
         count = self._heap.layout.size(f"mirror/{name}") // 8 // self._rows
         return _words(self._heap, self.column, f"mirror/{name}", self.row * count, count)
 

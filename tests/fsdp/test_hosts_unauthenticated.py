@@ -1,4 +1,4 @@
-"""Whoever connects to a rank's listener without the job's secret gets no byte of a heap, and stops nothing."""
+"""A peer that connects to a rank's listener without the job's secret gets no byte of a heap, and stops nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import gc
 import random
 import socket
 import struct
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,7 +46,7 @@ def train_until(rank: int, world: int, stop: str) -> tuple[int, float]:
         if steps == 1:
             (network,) = [one for one in gc.get_objects() if isinstance(one, HostNetwork)]
             tell(network.address)
-        # All ranks must see the file before the same step: each asks after the meeting, and rank 0 decides.
+        # All ranks must see the file before the same step: rank 0 decides.
         flag = torch.tensor([float(Path(stop).exists())])
         torch.distributed.broadcast(flag, 0)
         ended = bool(flag)
@@ -59,7 +58,7 @@ def hello(draw: random.Random, purpose: str) -> bytes:
     return hello_of(draw.randrange(4), purpose)
 
 
-VISITORS: tuple[Callable[[random.Random], list[bytes]], ...] = (
+PEERS: tuple[Callable[[random.Random], list[bytes]], ...] = (
     lambda draw: [],
     lambda draw: [draw.randbytes(draw.randrange(1, 400))],
     lambda draw: [draw.randbytes(HELLO), draw.randbytes(200)],
@@ -71,47 +70,45 @@ VISITORS: tuple[Callable[[random.Random], list[bytes]], ...] = (
 )
 
 
-def visit(address: tuple[str, int], number: int, patient: bool) -> bytes:
-    """One connection that says something; what it was told, if it waits for that."""
-    draw, heard = random.Random(number), b""
-    with socket.socket() as visitor:
-        visitor.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
-        visitor.settimeout(60.0)
+def connect(address: tuple[str, int], number: int, patient: bool) -> bytes:
+    """One connection that sends something; what it receives, if it waits for that."""
+    draw, received = random.Random(number), b""
+    with socket.socket() as peer:
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        peer.settimeout(60.0)
         with contextlib.suppress(ConnectionError):
-            visitor.connect(address)
-            for said in VISITORS[number % len(VISITORS)](draw):
-                visitor.sendall(said)
-            while patient and (more := visitor.recv(4096)):
-                heard += more
-    return heard
+            peer.connect(address)
+            for sent in PEERS[number % len(PEERS)](draw):
+                peer.sendall(sent)
+            while patient and (more := peer.recv(4096)):
+                received += more
+    return received
 
 
 def fuzz(host: Host, address: tuple[str, int], count: int, silent: int) -> list[bytes]:
     """What one peer of each kind receives; `count` others wait for nothing, and `silent` ones stay for long."""
     for number in range(count):
-        visit(address, number, patient=False)
+        connect(address, number, patient=False)
     with (
         contextlib.ExitStack() as stay,
-        ThreadPoolExecutor(len(VISITORS), initializer=enter_namespaces, initargs=(host.pid, NETWORK)) as threads,
+        ThreadPoolExecutor(len(PEERS), initializer=enter_namespaces, initargs=(host.pid, NETWORK)) as threads,
     ):
         for _ in range(silent):
             stay.enter_context(socket.create_connection(address))
-        return list(threads.map(lambda number: visit(address, number, patient=True), range(len(VISITORS))))
+        return list(threads.map(lambda number: connect(address, number, patient=True), range(len(PEERS))))
 
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(100_000, marks=pytest.mark.thorough)])
-def test_visitors_without_the_secret(tmp_path: Path, count: int) -> None:
+def test_peers_without_the_secret(tmp_path: Path, count: int) -> None:
     need_hosts()
     stop = tmp_path / "stop"
     with Hosts(2) as hosts, spawn_on_hosts(hosts, 1, train_until, str(stop)) as job:
         job.until_told(1)
         (address,) = job.outcomes[0].told
-        begin = time.monotonic()
-        heard = hosts[1].within(lambda: fuzz(hosts[1], tuple(address), count, silent=200))
-        print(f"{count} visitors in {time.monotonic() - begin:.1f} s")
+        received = hosts[1].within(lambda: fuzz(hosts[1], tuple(address), count, silent=200))
         stop.touch()
         outcomes = answers(job)
-    assert max(len(one) for one in heard) == HELLO, "a visitor hears a nonce and a rank"
+    assert max(len(one) for one in received) == HELLO, "a peer receives a nonce and a rank"
     assert not any(outcome.error for outcome in job.outcomes), [outcome.describe() for outcome in job.outcomes]
     assert outcomes[0] == outcomes[1], "both ranks have trained alike"
     assert outcomes[0][0] > 1

@@ -1,17 +1,42 @@
-"""A guard over the positions of a piece: a model that was not given them would count them from 0, and nothing fails."""
+"""What a model passes to its layers as `odc_piece`, and a guard over the positions of the piece.
+
+A model that was not given a piece's positions would count them from 0, and nothing would fail.
+"""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from odc.errors import UnsupportedError
 from odc.split._torch_private import without_dynamo
-from odc.split.attention import PieceHandle
 
 _guarded = "_odc_guards_positions"
+
+
+class Attends(Protocol):
+    """A piece of a split sample, or a rehearsal of one."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
+        """Attention over the whole sample; shapes as `odc.split.attend`."""
+        ...
+
+
+class PieceHandle:
+    """What a model passes to its layers as `odc_piece`.
+
+    A piece is a dataclass, which FSDP copies where it casts a module's arguments (`cast_forward_inputs`); this is none.
+
+    Attributes:
+        positions: of the piece's tokens in the sample, int64 [1, tokens of the piece].
+        vouched: the model was given these positions.
+    """
+
+    def __init__(self, piece: Attends, positions: Tensor) -> None:
+        self.attend = piece.attend
+        self.positions, self.vouched = positions, False
 
 
 def guard(model: nn.Module) -> None:
@@ -32,7 +57,8 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return
     given = kwargs.get("position_ids")
     if given is None:
-        given = _by_place(module, args)
+        names = list(inspect.signature(module.forward).parameters)
+        given = dict(zip(names, args, strict=False)).get("position_ids")
     if not isinstance(given, Tensor):
         raise UnsupportedError(
             f"{type(module).__name__} was called with a piece of a split sample but without its position_ids, and "
@@ -45,8 +71,3 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             "piece's: pass those of SamplePiece.of(...).inputs as they are"
         )
     handle.vouched = True
-
-
-def _by_place(module: nn.Module, args: tuple[Any, ...]) -> Any:
-    names = list(inspect.signature(module.forward).parameters)
-    return dict(zip(names, args, strict=False)).get("position_ids")

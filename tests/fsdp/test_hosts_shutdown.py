@@ -1,9 +1,8 @@
-"""Ranks on several hosts leave in good order, whichever is late and in whatever step: no job ends with an error."""
+"""Ranks on several hosts shut down in good order, whichever is late and in whatever step: no job ends with an error."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from support.exact import Exact, batch
 from support.host_ranks import spawn_on_hosts
 from support.hosts import Hosts, need_hosts
+from support.on_ranks import on_hosts
 
 from odc import Settings, fully_shard
 from odc.fsdp import root_of
@@ -25,11 +25,9 @@ from odc.runtime.linking import HostConnections
 from odc.runtime.member import Member
 from odc.runtime.shutdown import HeapRelease
 
-HostPools = Callable[[int, int], Any]
-
 
 def evaluated(rank: int, timeout_s: float = 600.0) -> Any:
-    """A model that was trained, and evaluated at last: whoever reads its shards then says nothing when it has."""
+    """A model that was trained, and evaluated at last: readers of its shards report nothing when they have them."""
     model: Any = Exact()
     fully_shard(model, settings=Settings(timeout_s=timeout_s))
     with model.minibatch():
@@ -39,77 +37,71 @@ def evaluated(rank: int, timeout_s: float = 600.0) -> Any:
     return model
 
 
-def dropped_at_different_times(rank: int, world: int, early: int) -> None:
+@pytest.mark.parametrize("early", [0, 3])
+@on_hosts(2, 2)
+def test_a_model_that_one_rank_drops_long_before_the_others_holds_up_no_rank(rank: int, world: int, early: int) -> None:
     """As the garbage collector drops models: on one rank long before the others."""
     model = evaluated(rank)
     root = root_of(model)
-    meeting = root.member._hosts
-    assert meeting is not None
+    connections = root.member._hosts
+    assert connections is not None
     dist.barrier()
     if rank == early:
         root.member.rendezvous.timeout_s = 0.1
         root.shut_down()()  # gives the others up: nothing that they did is lost
     dist.barrier()
-    column = (early + world // 2) % world  # what its host knows of this one stands in the heap of `early`
+    mirrored = (early + world // 2) % world  # in the heap of `early`, for its host
     if rank == early ^ 1:
-        assert column not in meeting.needed_by(), "nobody can tell this rank whether it leaves"
-        assert (column ^ 1) in meeting.needed_by()
+        assert mirrored not in connections.needed_by(), "nothing can report to this rank whether it shuts down"
+        assert (mirrored ^ 1) in connections.needed_by()
     dist.barrier()
     root.shut_down()()
 
 
-@pytest.mark.parametrize("early", [0, 3])
-def test_a_model_that_one_rank_drops_long_before_the_others_holds_up_nobody(host_ranks: HostPools, early: int) -> None:
-    host_ranks(2, 2).run(dropped_at_different_times, early)
-
-
-def leaves_once_it_is_heard(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_a_link_stays_until_all_that_was_sent_is_acknowledged(rank: int, world: int) -> None:
     """What is on its way to a host that is busy may be lost when the connection is closed."""
     model = evaluated(rank)
     root = root_of(model)
-    meeting, partner = root.member._hosts, (rank + 2) % world
-    assert meeting is not None
+    connections, partner = root.member._hosts, (rank + 2) % world
+    assert connections is not None
     unacknowledged = [partner]
-    meeting.links.unacknowledged = lambda: list(unacknowledged)  # type: ignore[method-assign]
+    connections.links.unacknowledged = lambda: list(unacknowledged)  # type: ignore[method-assign]
     wait = root.shut_down()
-    for other in range(world):  # has told that it left
+    for other in range(world):
         board = root.layout.peer(other).board
         while not board.load(Word.LEFT):
             time.sleep(0.001)
-    assert meeting.needed_by() == [partner]
+    assert connections.needed_by() == [partner]
     unacknowledged.clear()
     wait()
 
 
-def test_a_link_stays_until_all_that_was_said_is_heard(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(leaves_once_it_is_heard)
-
-
 STEPS: dict[str, tuple[type, str]] = {
-    "told": (Member, "shut_down"),
+    "shut down": (Member, "shut_down"),
     "settled": (Rendezvous, "settle"),
-    "asked": (HostConnections, "needed_by"),
+    "needed": (HostConnections, "needed_by"),
     "forgotten": (Rendezvous, "forget"),
     "ended": (HeapRelease, "end"),
-    "hangs up": (Links, "close"),
-    "gives back": (Rendezvous, "close"),
-    "stops": (Daemon, "close"),
-    "listens no more": (HostNetwork, "close"),
+    "links": (Links, "close"),
+    "rendezvous": (Rendezvous, "close"),
+    "daemon": (Daemon, "close"),
+    "network": (HostNetwork, "close"),
 }
 
 
-def leave_late(rank: int, world: int, late: int, step: str) -> None:
-    """Train and evaluate two models; then one rank takes its time before each call of one step of leaving."""
+def shut_down_late(rank: int, world: int, late: int, step: str) -> None:
+    """Train and evaluate two models; then one rank takes its time before each call of one step of shutting down."""
     kept.extend(evaluated(rank) for _ in range(2))
     if rank == late:
         owner, name = STEPS[step]
         does = getattr(owner, name)
 
-        def takes_its_time(self: Any, *args: Any, **options: Any) -> Any:
+        def late_call(self: Any, *args: Any, **options: Any) -> Any:
             time.sleep(0.3)
             return does(self, *args, **options)
 
-        setattr(owner, name, takes_its_time)
+        setattr(owner, name, late_call)
     del kept[rank % 2]  # the others still have it
     assert daemon(rank).alive()
 
@@ -119,8 +111,8 @@ kept: list[Any] = []
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("late", "step"), [(number % 4, step) for number, step in enumerate(STEPS)])
-def test_a_rank_that_is_late_in_any_step_of_leaving(late: int, step: str) -> None:
+def test_a_rank_that_is_late_in_any_step_of_shutting_down(late: int, step: str) -> None:
     need_hosts()
-    with Hosts(2) as hosts, spawn_on_hosts(hosts, 2, leave_late, late, step) as job:
+    with Hosts(2) as hosts, spawn_on_hosts(hosts, 2, shut_down_late, late, step) as job:
         outcomes = job.wait()
     assert [one.exit_code for one in outcomes] == [0] * 4, "\n".join(one.describe() for one in outcomes)
