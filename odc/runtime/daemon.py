@@ -47,7 +47,7 @@ class Daemon:
         self._services: dict[str, Service] = {}
         self._registered: dict[str, list[Registration]] = {}  # by service
         self._network: HostNetwork | None = None
-        self._watch: HostWatch | None = None
+        self._host_watch: HostWatch | None = None
         self._making = threading.Lock()
         self._stopped = False
         self.doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -134,8 +134,8 @@ class Daemon:
             network = self._listening(store, settings)
             before = network.address
             network.open(settings)
-            if self._watch is not None and network.address != before:
-                self._watch.connect()
+            if self._host_watch is not None and network.address != before:
+                self._host_watch.connect()
             return network
 
     def watch_hosts(self, store: Any, settings: Settings | None) -> None:
@@ -145,13 +145,13 @@ class Daemon:
         Raises as a JobStore does; where this host cannot be listened at, the first root raises an error.
         """
         with self._making, contextlib.suppress(UnsupportedError, ConfigError):
-            if self._watch is not None:
+            if self._host_watch is not None:
                 if settings is not None:
-                    self._watch.wait_for_network(settings.lost_after_s)
+                    self._host_watch.wait_for_network(settings.lost_after_s)
             elif around := neighbours(self.rank):
                 chosen = settings or Settings()
                 network = self._listening(store, chosen)
-                self._watch = HostWatch(self._reactor, network, self.liveness, around, chosen.lost_after_s)
+                self._host_watch = HostWatch(self._reactor, network, self.liveness, around, chosen.lost_after_s)
 
     def _listening(self, store: Any, settings: Settings) -> HostNetwork:
         if self._network is None:
@@ -191,8 +191,8 @@ class Daemon:
         self._listener.close()
         if self._network is not None:
             self._network.close()
-        if self._watch is not None:
-            self._watch.leave()
+        if self._host_watch is not None:
+            self._host_watch.leave()
         # A late notification must not write to a recycled file descriptor.
         doorbell, self.doorbell = self.doorbell, -1
         os.close(doorbell)
