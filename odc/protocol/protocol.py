@@ -198,7 +198,7 @@ class MemberProtocol:
     def say_last(self, counts: Mapping[int, int]) -> bool:
         """LAST: this rank pushes these units no more in the current epoch; by unit, how often it has since the start.
 
-        Returns whether every rank of this host has stored it of one of them. On the sender's thread, or after it is idle.
+        Returns whether every rank of this host has stored it of one unit. On the sender's thread, or after it is idle.
         """
         lasts, epoch = self.layout.mine.lasts, self.epoch
         if self._checks is not None:
