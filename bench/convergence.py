@@ -22,7 +22,7 @@ from bench.script import Script
 from odc.arms import ArmName, arm_named
 from odc.experiments.config import JobConfig
 from odc.experiments.job import run
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextWorkload
 
 REFERENCE: ArmName = "fsdp2"
 ARMS: tuple[ArmName, ...] = (REFERENCE, "fsdp2-resident", "odc")

@@ -1,7 +1,7 @@
 """A multimodal model whose vision tower some ranks skip: `torchrun --nproc-per-node 2 examples/skip_tower.py`
 
 LLaVA runs its vision tower for images only. A rank whose microbatches are all text never enters it, and under odc
-nobody waits for that rank there: the tower's gradients are summed over the ranks that used it, and every rank gets its
+no rank waits for it there: the tower's gradients are summed over the ranks that used it, and every rank gets its
 part of them. Under FSDP2 the same loop hangs in the tower's first all-gather.
 """
 

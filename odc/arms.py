@@ -59,7 +59,7 @@ class Arm:
 
     @property
     def dynamic(self) -> bool:
-        """Whether ranks claim microbatches from a queue. A plan then only predicts who computes what."""
+        """Whether ranks claim microbatches from a queue. A plan then only predicts which rank computes what."""
         return self.transport == "dynamic"
 
     @property
@@ -101,7 +101,7 @@ class Arm:
         return counts_with_dummies(self.transport, own)
 
     def predicted_bubble(self, plan: Plan) -> float:
-        """The bubble that the plan's cost model predicts for how often the ranks of this arm meet."""
+        """The bubble that the plan's cost model predicts for this arm's barriers."""
         return plan.bubble_per_microbatch if self.transport == "collectives" else plan.bubble
 
 

@@ -1,7 +1,7 @@
 """The blocks of a model: the modules that are sharded, and recomputed, one by one.
 
-They are of the classes that a Hugging Face model says must not be split; for any other model the classes must be given.
-Needs none of Hugging Face's libraries.
+They are of the classes that a Hugging Face model lists as not to be split; for any other model the classes must be
+given. Needs none of Hugging Face's libraries.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class LayoutMismatchError(OdcError):
 
 
 class HeapMemoryError(OdcError):
-    """The heap does not fit into free memory; the message says how much is needed and how much is free."""
+    """The heap does not fit into free memory; the message has how much is needed and how much is free."""
 
 
 class StaleParametersError(OdcError):
@@ -63,7 +63,7 @@ class AbandonedMinibatchError(OdcError):
     """A rank gave up the minibatch: no rank has gradients of it, weights are untouched, and the next one may begin.
 
     Raised on every rank at the end of the minibatch. `culprit` is the global rank that gave up (the lowest of several),
-    `reason` is what it said.
+    `reason` is its own report.
     """
 
     def __init__(self, message: str = "", *, reason: str = "", culprit: int | None = None) -> None:

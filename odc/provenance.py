@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-VERSION = "0.1.0"  #: of odc, as pyproject.toml says
+VERSION = "0.1.0"  #: of odc, as in pyproject.toml
 
 _REPOSITORY = Path(__file__).parent.parent
 _DEADLINE_S = 30.0
@@ -58,7 +58,7 @@ def commit(repository: Path = _REPOSITORY) -> str | None:
 
 
 def processor() -> str:
-    """The processor's model; its architecture where the kernel does not say."""
+    """The processor's model; its architecture where the kernel does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

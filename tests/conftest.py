@@ -122,6 +122,17 @@ def interpreted() -> Iterator[Callable[[int], object]]:
     yield from _pools(INTERPRETED)
 
 
+@pytest.fixture
+def nothing_left() -> Iterator[list[int]]:
+    """Put pids of ranks in; at the end of the test nothing of theirs may be left."""
+    from support.leaks import assert_nothing_left, memfds_of, shared_files
+
+    files, memfds, pids = shared_files(), memfds_of(os.getpid()), list[int]()
+    yield pids
+    assert pids, "the test has named no ranks"
+    assert_nothing_left(pids, files, memfds)
+
+
 def _pools(environment: tuple[tuple[str, str], ...]) -> Iterator[Callable[[int], object]]:
     from support.ranks import RankPool
 

@@ -75,12 +75,12 @@ class Plan:
 
     @property
     def longest(self) -> float:
-        """When the last rank ends: the step's predicted time when ranks meet once per minibatch."""
+        """When the last rank ends: the predicted step time with one barrier per minibatch."""
         return max(self.rank_ends)
 
     @property
     def stepped(self) -> float:
-        """Predicted step time when ranks meet at every microbatch, counts padded to the maximum: sum of the maxima."""
+        """Predicted step time with a barrier per microbatch, counts padded to the maximum: sum of the maxima."""
         steps = max(len(costs) for costs in self.costs)
         together = sum(max(costs[m] if m < len(costs) else 0.0 for costs in self.costs) for m in range(steps))
         return max(self.split_ends) + together

@@ -84,9 +84,9 @@ def lb_micro(
 ) -> Plan:
     """Equal microbatch counts on all ranks, microbatch m taking nearly the same time on each.
 
-    For ranks that meet at every microbatch. Plans with equal sample counts, with unequal ones, and with all
-    microbatches balanced at once are tried, and the shortest predicted step wins. Empty microbatches are placeholders
-    that a rank runs as a dummy. Arguments and errors as `lb_mini`, and:
+    For ranks that wait for each other at every microbatch. Plans with equal sample counts, with unequal ones, and
+    with all microbatches balanced at once are tried, and the shortest predicted step wins. Empty microbatches are
+    placeholders that a rank runs as a dummy. Arguments and errors as `lb_mini`, and:
 
     Args:
         equal_samples: only plans with equal sample counts per rank (differing by one where it does not divide), as verl
@@ -201,7 +201,7 @@ def lb_dynamic(
     """One list of many small microbatches, costliest first, from which whichever rank is free takes the next.
 
     Short samples share a microbatch until it holds a rank's share of the tokens divided by `per_rank`; longer ones
-    stand alone, and none is empty. The ranks find out who computes what while the minibatch runs
+    stand alone, and none is empty. Which rank computes which microbatch is decided while the minibatch runs
     (`odc.protocol.queue`); the plan returned here is list scheduling by the cost model, at most 4/3 - 1/(3 ranks) of
     the best plan of these microbatches (Graham 1969). `queue_of` gives the list. Arguments and errors as `lb_mini`,
     and:

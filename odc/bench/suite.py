@@ -57,12 +57,12 @@ def run(
     sizes: Sequence[int],
     device: str,
     effort: Effort = THOROUGH,
-    say: Callable[[str], object] = str,
+    report: Callable[[str], object] = str,
 ) -> dict[str, Any]:
     """Measures and returns what is saved as JSON. A case that fails is named under "failed", and the others go on.
 
-    `worlds` are numbers of ranks, `sizes` bytes. This process is rank 0, on CUDA a fresh one for each world. `say` gets
-    lines of progress and must pickle.
+    `worlds` are numbers of ranks, `sizes` bytes. This process is rank 0, on CUDA a fresh one for each world. `report`
+    gets lines of progress and must pickle.
     """
     begun, found, chosen = begin(), _Found(), list(parts)
     for name in chosen:
@@ -71,14 +71,14 @@ def run(
         if why := unfit(name, device):
             raise ConfigError(f"only: {why}")
     if "planners" in chosen:
-        found.rows += _planned(effort, say)
+        found.rows += _planned(effort, report)
     for world in worlds:
         cases = [(name, size) for name in chosen if name != "planners" for size in _SIZELESS.get(name, sizes)]
         while cases:  # all in one go, unless one fails
             if len(found.failed) >= _PATIENCE:
                 found.left_out.append(f"{len(cases)} cases with {world} ranks: too many others failed")
                 break
-            args = (world, cases, device, effort, say)
+            args = (world, cases, device, effort, report)
             try:
                 more, cases = alone(_measured, *args) if device == "cuda" else _measured(*args)
             except BrokenExecutor:
@@ -95,7 +95,7 @@ class _Found:
 
 
 def _measured(
-    world: int, cases: list[Case], device: str, effort: Effort, say: Callable[[str], object]
+    world: int, cases: list[Case], device: str, effort: Effort, report: Callable[[str], object]
 ) -> tuple[_Found, list[Case]]:
     """What was found, and the cases that remain after one that failed, whose ranks cannot go on."""
     found = _Found()
@@ -110,19 +110,19 @@ def _measured(
                 if missing := _lacking(name, size, world, device):
                     found.left_out.append(f"{what}: {missing}")
                     continue
-                say(what)
-                _case(pool, name, size, device, effort, found, say)
+                report(what)
+                _case(pool, name, size, device, effort, found, report)
     except Exception as error:
         if not what:
             raise  # no pool at all
         found.failed.append(f"{what}: {type(error).__name__}: {error}")
-        say(f"failed: {found.failed[-1]}")
+        report(f"failed: {found.failed[-1]}")
         return found, left
     return found, []
 
 
 def _case(
-    pool: RankPool, name: str, size: int, device: str, effort: Effort, found: _Found, say: Callable[[str], object]
+    pool: RankPool, name: str, size: int, device: str, effort: Effort, found: _Found, report: Callable[[str], object]
 ) -> None:
     rounds = effort.rounds(size // _FASTER[device])
     timed = slowest(pool.each(measure, PARTS[name].prepare(), size, device, rounds, effort.warm))
@@ -132,14 +132,14 @@ def _case(
     ]
     for row in _rows(name, timed, pool.world, None if name in _SIZELESS else size, device):
         found.rows.append(row)
-        say(brief(row))
+        report(brief(row))
 
 
-def _planned(effort: Effort, say: Callable[[str], object]) -> list[dict[str, Any]]:
+def _planned(effort: Effort, report: Callable[[str], object]) -> list[dict[str, Any]]:
     """Planning needs no ranks."""
     rows = []
     for samples in effort.planned:
-        say(f"planners, {samples} samples")
+        report(f"planners, {samples} samples")
         with RankPool(1, _TIMEOUT_S["cpu"]) as pool:
             timed = slowest(pool.each(measure, dispatching.planners, samples, "cpu", effort.least, 1))
         for row in _rows("planners", timed, samples // dispatching.SAMPLES_A_RANK, None, "cpu"):

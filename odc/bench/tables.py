@@ -94,7 +94,7 @@ def crossovers(rows: list[Row]) -> str:
         sizes_won = f"from {text_of(sizes[first])} on" if first is not None else f"never, up to {text_of(sizes[-1])}"
         lines.append(f"One piece, {ranks} ranks: {COPY_ENGINE} is as fast as the better kernel {sizes_won}.")
     least = text_of(Settings().copy_engine_bytes)
-    lines += [f"odc takes it from {least} on, or as Settings(copy_engine_bytes=...) says."] if lines else []
+    lines += [f"odc takes it from {least} on, or from Settings(copy_engine_bytes=...) on."] if lines else []
     return "\n".join(lines)
 
 
@@ -122,7 +122,7 @@ def load(path: Path) -> dict[str, Any]:
 def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
     """A table of the rows that both have; "b/a" over 1 means that the second took longer.
 
-    "beyond noise" says that the two runs' ranges of rounds (min to max) do not overlap.
+    "beyond noise" means that the two runs' ranges of rounds (min to max) do not overlap.
     """
     before = {_key(row): row for row in first["rows"]}
     after = {_key(row): row for row in second["rows"]}

@@ -64,7 +64,7 @@ def compare(
     Starts its own ranks on this machine. Under torchrun on several hosts it starts ranks on all of them, and host 0
     prints and writes.
     """
-    say = progress("compare")
+    show = progress("compare")
     job = (_DEMO if demo else {}) | given
     for name in ("model", "data"):
         if name not in job:
@@ -75,14 +75,14 @@ def compare(
         job |= given_by_torchrun(job)
     in_folder = partial(_comparison, job, tuple(name.strip() for name in arms.split(",")), repeats, skip)
     if not under_torchrun():
-        config = in_folder(folder, say)
+        config = in_folder(folder, show)
         from odc.experiments.table import tables
 
-        carry_out(config, path, say, tables)
+        carry_out(config, path, show, tables)
     elif os.environ["LOCAL_RANK"] == "0":  # it starts the ranks of its host; the others have nothing to do
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        record(_compare_over_hosts)(in_folder, folder, path, say)
+        record(_compare_over_hosts)(in_folder, folder, path, show)
 
 
 @options_from(GrpoConfig, without=("arm", "balance", "output", "folder", "save_every", "resume"))
@@ -102,15 +102,15 @@ def compare_grpo(
 ) -> None:
     """Run arms of a GRPO job one after the other; print one table, write figures, picture and traces."""
     refuse_torchrun("odc compare-grpo")
-    folder, say = Path(output or new_folder("compare-grpo")), progress("compare-grpo")
-    say(f"figures and pictures go to {folder}")
+    folder, show = Path(output or new_folder("compare-grpo")), progress("compare-grpo")
+    show(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
     from odc.experiments.grpo import GrpoWorkload
     from odc.experiments.table import tables
 
     workload = GrpoWorkload(GrpoConfig(**given, folder=str(folder)))
     config = CompareConfig(workload, repeats=repeats, skip=skip, **chosen_arms(arms))
-    carry_out(config, Path(json or folder / "compare-grpo.json"), say, tables)
+    carry_out(config, Path(json or folder / "compare-grpo.json"), show, tables)
 
 
 def new_folder(command: str) -> str:
@@ -129,21 +129,21 @@ def _comparison(
     repeats: int,
     skip: int,
     folder: Path,
-    say: Callable[[str], None] = lambda text: None,
+    show: Callable[[str], None] = lambda text: None,
     hosts: int = 1,
 ) -> CompareConfig:
-    """Says what will run before torch is loaded."""
+    """Reports what will run before torch is loaded."""
     config = JobConfig(**job, output=str(folder))
     where = f" on {hosts} hosts" if hosts > 1 else ""
-    say(f"{len(arms)} arms, {config.ranks} ranks{where}, {config.steps} steps; figures and pictures go to {folder}")
+    show(f"{len(arms)} arms, {config.ranks} ranks{where}, {config.steps} steps; figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
-    from odc.experiments.text.workload import TextWorkload
+    from odc.experiments.text.step import TextWorkload
 
     return CompareConfig(TextWorkload(config), arms, repeats, skip)
 
 
 def _compare_over_hosts(
-    in_folder: Callable[..., CompareConfig], folder: Path, path: Path, say: Callable[[str], None]
+    in_folder: Callable[..., CompareConfig], folder: Path, path: Path, show: Callable[[str], None]
 ) -> None:
     from odc.experiments.compare import run_arms
     from odc.experiments.hosts import HostTeam
@@ -151,7 +151,7 @@ def _compare_over_hosts(
 
     with HostTeam.of_torchrun() as team:
         if team.leads:
-            carry_out(in_folder(folder, say, team.count), path, say, tables, team)
+            carry_out(in_folder(folder, show, team.count), path, show, tables, team)
             return
         with TemporaryDirectory() as spans:  # which host 0 is sent; nothing else is written here
             run_arms(in_folder(Path(spans)), lambda text: None, team)
@@ -160,7 +160,7 @@ def _compare_over_hosts(
 def carry_out(
     config: Any,
     path: Path,
-    say: Callable[[str], None],
+    show: Callable[[str], None],
     tables: Callable[[dict[str, Any], int], list[Any]],
     team: HostTeam | None = None,
 ) -> None:
@@ -172,21 +172,21 @@ def carry_out(
 
     from odc.experiments.report import compare
 
-    figures, written = compare(config, path, ["odc", *sys.argv[1:]], say, team)
+    figures, written = compare(config, path, ["odc", *sys.argv[1:]], show, team)
     console = Console()
     for table in tables(figures, console.width):
         console.print(table)
     width = max(map(len, written))
     for kind, where in written.items():
         console.print(f"{kind:<{width}}  {shlex.quote(str(where))}", highlight=False, soft_wrap=True)
-    say("done")
+    show("done")
 
 
 def progress(command: str) -> Callable[[str], None]:
     """Prints lines of progress on standard error, with the seconds since this call."""
     began = time.monotonic()
 
-    def say(text: str) -> None:
+    def show(text: str) -> None:
         print(f"odc {command} [{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr, flush=True)
 
-    return say
+    return show

@@ -1,4 +1,4 @@
-"""What the `odc` command calls first: looks for the command line's libraries before importing anything else."""
+"""What the `odc` command calls first: finds the command line's libraries before it imports anything else."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        said = f"odc: {error.name} is not installed; the command line needs: {install('cli')}"
-        print(said, file=sys.stderr)
+        message = f"odc: {error.name} is not installed; the command line needs: {install('cli')}"
+        print(message, file=sys.stderr)
         raise SystemExit(2) from None
     from odc.cli.app import run
 

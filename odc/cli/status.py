@@ -86,7 +86,7 @@ def _nowhere(answer: RankStatus) -> dict[str, None]:
 
 
 def table(answers: list[RankStatus]) -> Any:
-    """A rich table of `answers`, which 80 columns hold: columns that say nothing are left out."""
+    """A rich table of `answers`, which 80 columns hold: empty columns are left out."""
     from rich.console import Group
     from rich.table import Table
 

@@ -14,7 +14,7 @@ def under_torchrun() -> bool:
 
 
 def given_by_torchrun(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a job that torchrun sets: the ranks, and the ranks of a node, where `given` does not say."""
+    """Fields of a job that torchrun sets: the ranks, and the ranks of a node, where `given` has none."""
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return {"ranks": world} | ({"per_node": local} if 1 < local < world and "per_node" not in given else {})
 

@@ -32,9 +32,9 @@ def train(
         given["arm"] = _arm_of(plan, given)
     config = _configured("train", JobConfig, given)
     if os.environ.get("RANK", "0") == "0":
-        _say_what_is_lost(config)
+        _warn_of_what_is_lost(config)
     from odc.experiments.job import run, run_rank
-    from odc.experiments.text.workload import TextWorkload
+    from odc.experiments.text.step import TextWorkload
 
     carry_out_job(run, run_rank, TextWorkload(config))
 
@@ -58,17 +58,17 @@ def _arm_of(plan: str, given: dict[str, Any]) -> str:
     return PLANS[plan]
 
 
-def _say_what_is_lost(config: JobConfig) -> None:
+def _warn_of_what_is_lost(config: JobConfig) -> None:
     """Training without an output folder cannot be resumed; without an export either, nothing of it is left."""
     if config.output is None:
         lost = "no checkpoint is kept" if config.export is not None else "NOTHING of this training is kept"
         more = "" if config.export is not None else ", or the model by --export FOLDER"
-        said = f"odc train: {lost}; keep checkpoints and losses by --output FOLDER{more}"
-        print(said, file=sys.stderr, flush=True)
+        message = f"odc train: {lost}; keep checkpoints and losses by --output FOLDER{more}"
+        print(message, file=sys.stderr, flush=True)
 
 
 def _configured(command: str, kind: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """The configuration, with torchrun's number of ranks where it started this process; else says what starts."""
+    """The configuration, with torchrun's number of ranks where it started this process; else prints what starts."""
     if under_torchrun():
         return kind(**(given | given_by_torchrun(given)))
     config = kind(**given)

@@ -109,16 +109,15 @@ def _compare(
     fields: dict[str, Any], per_node: int, arms: str | None, repeats: int, skip: int, folder: Path, figures: Path
 ) -> None:
     refuse_torchrun("a comparison by odc train-mm")
-    say = progress("train-mm")
-    say(f"figures and pictures go to {folder}")
+    show = progress("train-mm")
+    show(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
     from odc.experiments.multimodal.config import MultimodalConfig
-    from odc.experiments.multimodal.figures import table
-    from odc.experiments.multimodal.workload import MultimodalWorkload
+    from odc.experiments.multimodal.workload import MultimodalWorkload, table
 
     job = MultimodalConfig(JobConfig(**fields, output=str(folder)), per_node=per_node)
     config = CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen_arms(arms))
-    carry_out(config, figures, say, lambda found, _: [table(found)])
+    carry_out(config, figures, show, lambda found, _: [table(found)])
 
 
 def _train(fields: dict[str, Any], per_node: int, arm: str) -> None:

@@ -75,7 +75,7 @@ class Orchestrator:
         began = perf_counter()
         self._step += 1
         gathered = self.exchange.gather(self._step, RECORDS, self._told(records))
-        everyone = [self._understood(instance, told) for instance, told in enumerate(gathered)]
+        everyone = [self._understood(instance, values) for instance, values in enumerate(gathered)]
         try:
             whole = plan_step(everyone, self.encoders, self.llm, nodes=self._nodes)
         except PlanError as error:
@@ -98,17 +98,17 @@ class Orchestrator:
         except PlanError as error:
             return _refusal(str(error))
 
-    def _understood(self, instance: int, told: Ints) -> Records:
-        if len(told) and told[0] < 0:
-            why = told[1:].astype(np.uint8).tobytes().decode("utf-8", "replace")
+    def _understood(self, instance: int, values: Ints) -> Records:
+        if len(values) and values[0] < 0:
+            why = values[1:].astype(np.uint8).tobytes().decode("utf-8", "replace")
             rank = self.exchange.ranks[instance]
             raise PlanError(f"step {self._step} is refused: rank {rank} brings bad records: {why}", culprit=rank)
-        return Records.from_array(told)
+        return Records.from_array(values)
 
     def _agree(self, whole: StepPlan) -> None:
         """Raise PlanError on every rank unless all have the same phases and have made the same plan."""
-        said = repr((self.encoders, self.llm, self._nodes)) + whole.digest
-        mark = np.frombuffer(hashlib.sha256(said.encode()).digest()[:8], np.int64)
+        planned = repr((self.encoders, self.llm, self._nodes)) + whole.digest
+        mark = np.frombuffer(hashlib.sha256(planned.encode()).digest()[:8], np.int64)
         marks = [int(found[0]) for found in self.exchange.gather(self._step, PLAN, mark)]
         common = max(set(marks), key=lambda one: (marks.count(one), -marks.index(one)))
         odd = [rank for rank, one in zip(self.exchange.ranks, marks, strict=True) if one != common]

@@ -77,8 +77,8 @@ class Records:
         whole_lengths = known.sequence_lengths()
         cap = longest[0]
         for slot in np.flatnonzero((whole_lengths < 1) | (whole_lengths > (cap or np.iinfo(np.int64).max))).tolist():
-            said = f"more than the cap of {cap}" if whole_lengths[slot] else "every example needs at least one"
-            raise PlanError(f"instance {instance}: example {slot} has {whole_lengths[slot]} tokens; {said}")
+            wrong = f"more than the cap of {cap}" if whole_lengths[slot] else "every example needs at least one"
+            raise PlanError(f"instance {instance}: example {slot} has {whole_lengths[slot]} tokens; {wrong}")
         return known
 
     def _check_shape(self, instance: int, columns: list[np.ndarray], phases: int) -> None:

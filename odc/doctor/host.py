@@ -1,6 +1,6 @@
 """Probes of the host: what every rank needs to share memory with its peers.
 
-They do in small what the runtime does, since containers take system calls away whatever the kernel's version says.
+They do in small what the runtime does, since containers take system calls away whatever the kernel's version.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def engine() -> str:
     """The engine that `Settings(engine="auto")` comes to."""
     chosen = choose_engine("auto")
     why = {"sockets": "plain TCP; device memory goes through pinned memory", "nixl": "this host has RDMA"}[chosen]
-    return f"{chosen} ({why}); every host of a job should say the same"
+    return f"{chosen} ({why}); every host of a job should have the same"
 
 
 def _read(path: Path) -> str:

@@ -39,8 +39,8 @@ def gather_results(
         expected: all indices there should be; n stands for 0 to n - 1. None only checks for doubled ones. Read on the
             first rank.
         allow_missing: accept that expected rows are missing (a budget ran out).
-        into: takes the rows one by one, in order, on the first rank (a file's writer, say); then None is returned. If
-            an error follows, it has received the rows that are right.
+        into: takes the rows one by one, in order, on the first rank, as a file's writer does; then None is returned.
+            If an error follows, it has received the rows that are right.
         chunk_bytes: rows are sent in messages of about this size, at least one row each.
         what: names the rows in messages.
 

@@ -56,7 +56,7 @@ def plan_requests(counts: Mapping[str, int], peers: Peers) -> RequestPlan:
 
 @dataclass(frozen=True)
 class PaddedRequests(Generic[T]):
-    """Requests to run, with a tag that says which are copies; copies come last."""
+    """Requests to run, with a tag that marks copies; copies come last."""
 
     requests: list[T]
     is_pad: list[bool]
@@ -76,7 +76,7 @@ def pad_requests(
     mode: Literal["pad", "none"] = "pad",
     make_pad: Callable[[], T] | None = None,
 ) -> PaddedRequests[T]:
-    """This rank's requests of `kind`, with as many copies of the last one as the plan says, or with none. Local.
+    """This rank's requests of `kind`, with as many copies of the last one as planned, or with none. Local.
 
     Equal counts are not yet equal forwards: generation stops at different lengths and harnesses merge equal requests,
     so a model with collectives inside can still hang. `mode="pad"` adds the copies that such models need; "none" (for
@@ -86,7 +86,7 @@ def pad_requests(
     Raises PlanError where the count differs from the plan's, or a rank without requests must pad and has no `make_pad`.
     """
     if len(requests) != plan.own(kind):
-        raise PlanError(f"member {plan.me} has {len(requests)} requests of {kind!r}, the plan says {plan.own(kind)}")
+        raise PlanError(f"member {plan.me} has {len(requests)} requests of {kind!r}, the plan has {plan.own(kind)}")
     missing = plan.pads(kind) if mode == "pad" else 0
     if missing and not requests and make_pad is None:
         raise PlanError(

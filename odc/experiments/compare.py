@@ -82,9 +82,9 @@ class CompareConfig:
 
 
 def run_arms(
-    config: CompareConfig, say: Callable[[str], None], team: HostTeam | None = None
+    config: CompareConfig, show: Callable[[str], None], team: HostTeam | None = None
 ) -> dict[str, list[ArmRun]]:
-    """All runs, by arm; `say` gets a line for each run. Writes spans below the output folder.
+    """All runs, by arm; `show` gets a line for each run. Writes spans below the output folder.
 
     On the hosts of a `team`, each of which calls it, those that do not lead run their ranks and return no runs.
     Raises what `odc.experiments.job.run` raises; an error of an arm carries its name as a note.
@@ -99,7 +99,7 @@ def run_arms(
     for number in range(total):
         repeat, at = divmod(number, len(config.arms))
         arm = config.arms[at]
-        say(f"run {number + 1} of {total}: {arm}")
+        show(f"run {number + 1} of {total}: {arm}")
         spans = spans_folder(config, arm, repeat)
         shutil.rmtree(spans, ignore_errors=True)
         before = processor_times()

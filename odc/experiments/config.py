@@ -302,8 +302,7 @@ def factors_by_rank(text: str) -> dict[int, float]:
 def check_fields(config: object, least: Mapping[str, int]) -> None:
     """Raises `ConfigError` naming the first field of the dataclass `config` whose value its type does not allow.
 
-    Choices are as annotated, whole numbers at least as `least` says (0 by default), others finite and 0 or
-    more.
+    Choices are as annotated, whole numbers at least the one in `least` (0 by default), others finite and 0 or more.
     """
     for name, kind in get_type_hints(type(config)).items():
         value, from_ = getattr(config, name), least.get(name, 0)

@@ -15,7 +15,7 @@ from odc.errors import OdcError
 from odc.ranks.processes import ForkServer, RankOutcome, RankProcesses, fork_server, host_store, task
 
 _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError")
-_PRELOADED = ("odc.experiments.job", "odc.experiments.text.workload", "odc.fsdp", "transformers.modeling_utils")
+_PRELOADED = ("odc.experiments.job", "odc.experiments.text.step", "odc.fsdp", "transformers.modeling_utils")
 _FOREVER_S = 10 * 365 * 24 * 3600.0
 _DEATH = "the process"  # begins the message for a rank that ended without one of its own
 _GRACE_S = 1.0  # for the other ranks to send what they saw, once one has failed

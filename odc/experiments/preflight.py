@@ -59,7 +59,7 @@ def check_extras(config: JobConfig) -> None:
 
 
 def require(package: str, extra: str, doing: str) -> None:
-    """Raises `ConfigError` saying how to install `package`, of odc's `extra`, if it is missing; imports nothing."""
+    """Raises `ConfigError` that names how to install `package`, of odc's `extra`, if it is missing; imports nothing."""
     if find_spec(package) is None:
         raise ConfigError(f"{doing} needs {package}: {install(extra)}")
 

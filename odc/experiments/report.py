@@ -24,7 +24,7 @@ from odc.trace import CATEGORIES, Stat
 
 
 def compare(
-    config: CompareConfig, path: Path, command: Sequence[str], say: Callable[[str], None], team: HostTeam | None = None
+    config: CompareConfig, path: Path, command: Sequence[str], show: Callable[[str], None], team: HostTeam | None = None
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Runs a whole comparison; returns its figures, which it writes to `path`, and all files it wrote, by kind.
 
@@ -33,10 +33,10 @@ def compare(
     begun = begin()
     config.workload.check_extras()
     writable_folder(path.parent, "json")
-    runs = run_arms(config, say, team)
+    runs = run_arms(config, show, team)
     figures = report(config, runs, command) | begun.facts()
     write_report(path, figures)
-    say("drawing")
+    show("drawing")
     return figures, {"figures": path} | write_pictures(config, runs)
 
 

@@ -1,6 +1,6 @@
-"""The job's side of weight export: make the weight handle, and say which version is published.
+"""The job's side of weight export: make the weight handle, and report which version is published.
 
-Any one rank can make the handle, from what every rank has announced in the job's store, so ranks need not meet for it.
+Any one rank can make the handle, from what every rank has announced in the job's store, so no rank waits for another.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ def weight_handle(model: Any) -> str:
     heap = root_layout.heap
     owners, network = [], root.member.network
     for member in range(grid.shards):  # the first replica; under hybrid sharding all publish the same
-        said = root.member.rendezvous.announced(member)
+        announced = root.member.rendezvous.announced(member)
         rank = grid.ranks[member]
         listener = None if network is None else network.address_of(rank)
-        owners.append(ShardOwner(rank, said["address"], reading_token(said["token"]), said["host"], listener))
+        owners.append(
+            ShardOwner(rank, announced["address"], reading_token(announced["token"]), announced["host"], listener)
+        )
     parameters = tuple(_parameters(root, root_layout, names))
     exported = {name for parameter in parameters for name in parameter.names}
     return WeightHandle(

@@ -1,7 +1,7 @@
 """The weight handle: one line of JSON that lets a process outside the job read its weights.
 
-It says where the ranks' servers listen and where each parameter lies in their memory. It is a password for the weights,
-good for one run of the job.
+It holds where the ranks' servers listen and where each parameter lies in their memory. It is a password for the
+weights, good for one run of the job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SCHEMA = "odc-weight-handle-2"
 class ShardOwner:
     """One rank whose shards are read: its global rank, the address of its server, and the token to present there.
 
-    `host` says which processes can reach that address and map its memory; those of other hosts reach `listener`
+    `host` names the processes that can reach that address and map its memory; those of other hosts reach `listener`
     (address and port), if it has one.
     """
 
@@ -54,7 +54,7 @@ class WeightHandle:
     """Everything that a reader has to know.
 
     `root` is the identity of the root's heaps; owners stand in the order of shards, parameters in that of the heap;
-    `board` and `reason` are offsets in the heap of the status board and of the text that says why a job was aborted;
+    `board` and `reason` are offsets in the heap of the status board and of the reason why a job was aborted;
     `buffers` is the number of versions that are kept, 1 or 2; `nbytes` and `digest`, the size of the heap and the hash
     of its layout, differ in another run; `left_out` names what the state dict holds and no rank publishes: buffers, and
     parameters that are not sharded; `secret`, in hex, admits to the listeners and is "" if there are none.

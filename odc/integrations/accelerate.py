@@ -56,7 +56,7 @@ class OdcFsdpPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         self._policy = self.auto_wrap_policy
         if self.cpu or not torch.cuda.is_available():
             state = PartialState(cpu=True)
-            # An AcceleratorState begins as a copy of this one, and looks at plugins on accelerators only.
+            # An AcceleratorState begins as a copy of this one, and reads plugins on accelerators only.
             state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, self
 
     def _refuse_fields(self) -> None:

@@ -35,10 +35,10 @@ from odc.integrations.transformers_balance import (
     planned_loader,
 )
 from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_unplanned, wants_router_loss
-from odc.integrations.transformers_pieces import TrainerPieces, refuse_documents, refuse_unsplittable, row_of
+from odc.integrations.transformers_pieces import arguments_of, refuse_documents, refuse_unsplittable, row_of
 from odc.integrations.transformers_rows import refuse_mixed_rows
 from odc.settings import Settings
-from odc.split import ranks_of_host
+from odc.split import Splitter, ranks_of_host
 
 try:
     import accelerate  # noqa: F401  (a Trainer needs it)
@@ -71,8 +71,8 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
         fully_shard(block, mp_policy=own or wanted.policy(root=False), **options)
     fully_shard(model, mp_policy=own or wanted.policy(root=True), **options)
     model._is_accelerate_prepared = True  # accelerate's own mark: do not wrap it in DDP
-    model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` looks for it
-    model._get_name = lambda: name  # a Trainer looks up by this name how labels are shifted
+    model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` calls it
+    model._get_name = lambda: name  # by this name a Trainer finds how labels are shifted
     generate_alone(model, below_root=not isinstance(model, PreTrainedModel))
     if not AcceleratorOptions.known():
         _refuse_late_accelerator(model)
@@ -113,7 +113,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
     rank of a process group (torchrun). Saving and loading are collectives, which a Trainer calls on every rank anyway;
     one rank writes the whole model and the whole optimizer state. `blocks` are class names of the model's blocks, if it
     does not name them itself; `options` are a Trainer's, without `model_init` and `optimizers`. Raises ConfigError if
-    odc can neither apply nor ignore an argument, and says what to use instead.
+    odc can neither apply nor ignore an argument, with what to use instead.
 
     With `max_tokens`, the `per_device_train_batch_size` x ranks samples of each optimizer step are spread over the
     ranks by LB-Mini, in microbatches of at most that many tokens, padding not counted. Ranks have as many as the plan
@@ -141,7 +141,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         if args is not None:
             refuse_arguments(args)
         self._max_tokens, self._split = max_tokens, split
-        self._pieces: TrainerPieces | None = None
+        self._splitter: Splitter | None = None
         self._scaled: ScaledLoss | None = None
         super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
@@ -160,8 +160,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
     def train(self, *args: Any, **options: Any) -> Any:
         """As the Trainer's; frees the arenas of split samples at its end."""
         result = super().train(*args, **options)
-        if self._pieces is not None:
-            self._pieces.close()
+        if self._splitter is not None:
+            self._splitter.close()
         return result
 
     def get_train_dataloader(self) -> Any:
@@ -191,7 +191,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             with torch.random.fork_rng([]):  # a collator may draw
                 row_of(stock.collate_fn([stock.dataset[longest]]), lengths[longest])
             keep = not args.gradient_checkpointing  # a recompute puts keys and values once more
-            self._pieces = TrainerPieces(self.model, max(lengths), self._max_tokens, keep=keep)
+            most = min(self._max_tokens, -(-max(lengths) // 2) + 1)  # in zig-zag pieces of two slices, both rounded up
+            self._splitter = Splitter(self.model, max(lengths), piece_tokens=most, keep=keep, node=ranks_of_host())
         return planned_loader(stock, steps)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
@@ -212,9 +213,10 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         loss = torch.zeros((), device=self.args.device)
         with model.minibatch(), local_metrics(self.accelerator):
             if inputs.split is not None:
-                assert self._pieces is not None, "made with the loader that planned the step"
-                for piece in self._pieces.of(inputs.split):
-                    loss += super().training_step(model, piece, num_items_in_batch)
+                assert self._splitter is not None, "made with the loader that planned the step"
+                for piece in self._splitter.pieces(inputs.split.plan):
+                    given = arguments_of(piece, inputs.split.rows[piece.sample])
+                    loss += super().training_step(model, given, num_items_in_batch)
             for number, microbatch in enumerate(inputs.microbatches, 1):
                 model.set_is_last_backward(number == len(inputs.microbatches))
                 loss += self._step_of(model, microbatch, num_items_in_batch)

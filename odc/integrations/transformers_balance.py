@@ -88,7 +88,7 @@ class PlannedSteps(Sampler[list[Any]]):
 
     @property
     def batch_sampler(self) -> PlannedSteps:
-        """Itself: a Trainer looks for `set_epoch` one level below a loader's batch sampler."""
+        """Itself: a Trainer searches for `set_epoch` one level below a loader's batch sampler."""
         return self
 
     def set_epoch(self, epoch: int) -> None:

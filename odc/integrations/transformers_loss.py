@@ -36,7 +36,7 @@ def refuse_unplanned(trainer: Any, max_tokens: int) -> None:
             "it is a mean over a microbatch; leave max_tokens out",
         ),
         f"compute_loss of {type(trainer).__name__}": (
-            has_own_loss(trainer) and not _says_scaled(trainer),
+            has_own_loss(trainer) and not _declares_scaled(trainer),
             "set loss_is_scaled_for_ga = True in its class if it is ranks x a sum over targets / num_items_in_batch",
         ),
     }
@@ -57,8 +57,8 @@ def has_own_loss(trainer: Any) -> bool:
     return trainer.compute_loss.__module__ not in (_STOCK, _SFT)
 
 
-def _says_scaled(trainer: Any) -> bool:
-    """Whether the class that defines `compute_loss` says, in transformers' way, that a batch's loss is no mean."""
+def _declares_scaled(trainer: Any) -> bool:
+    """Whether the class that defines `compute_loss` declares, in transformers' way, that a batch's loss is no mean."""
     owner = next(one for one in type(trainer).__mro__ if "compute_loss" in vars(one))
     return vars(owner).get("loss_is_scaled_for_ga") is True and owner.__module__.partition(".")[0] != "trl"
 

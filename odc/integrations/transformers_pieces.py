@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from odc.balance import Plan
 from odc.errors import ConfigError
 from odc.integrations.transformers_loss import has_own_loss, wants_router_loss
-from odc.split import SamplePiece, Splitter, ranks_of_host
+from odc.split import SamplePiece
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # Rates in configurations of transformers; those of heads for other tasks are there without one.
@@ -35,27 +34,6 @@ class SplitSamples(NamedTuple):
     def counted(self, rank: int) -> list[Any]:
         """The rows that this rank reports, so that each is counted once."""
         return [self.rows[one.sample] for one in self.plan.splits if one.ranks[0] == rank]
-
-
-class TrainerPieces:
-    """The pieces of one rank of a Trainer, of samples of at most `longest` tokens; every rank makes one, of its model.
-
-    Raises UnsupportedError if samples of the model cannot be split.
-    """
-
-    def __init__(self, model: Any, longest: int, max_tokens: int, *, keep: bool) -> None:
-        # In zig-zag pieces of two slices each, both rounded up.
-        most = min(max_tokens, -(-longest // 2) + 1)
-        self._splitter = Splitter(model, longest, piece_tokens=most, keep=keep, node=ranks_of_host())
-
-    def of(self, samples: SplitSamples) -> Iterator[dict[str, Any]]:
-        """The model's arguments for each piece of this rank, whose forward and backward come before the next."""
-        for piece in self._splitter.pieces(samples.plan):
-            yield arguments_of(piece, samples.rows[piece.sample])
-
-    def close(self) -> None:
-        """Wait until other ranks have read what lies here."""
-        self._splitter.close()
 
 
 def refuse_unsplittable(trainer: Any) -> None:
@@ -155,7 +133,7 @@ def row_of(row: dict[str, Any], length: int) -> tuple[Tensor, Tensor]:
 def arguments_of(piece: SamplePiece, row: dict[str, Any]) -> dict[str, Any]:
     """What the model takes for a piece of `row`, a collated batch of one sample; ConfigError as `row_of`.
 
-    Its loss is over `shift_labels`; `labels` are the same, one token later, for Trainers that look at them.
+    Its loss is over `shift_labels`; `labels` are the same, one token later, for Trainers that read them.
     """
     given = piece.of(*row_of(row, piece.cut.length))
     return {**given.inputs, "labels": _later(given.targets)[None], "shift_labels": given.targets[None]}

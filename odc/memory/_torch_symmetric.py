@@ -96,7 +96,7 @@ class StoreGroup:
 
         self.group_name, self._ranks = f"{prefix}/{next(_numbers)}", ranks  # torch takes a name once
         untyped: Any = dist
-        # Without backends: it only says who is there.
+        # Without backends: it only lists the ranks.
         self._group = untyped.ProcessGroup(untyped.PrefixStore(prefix, store), me, ranks)
         _register_process_group(self.group_name, self._group)  # type: ignore[arg-type]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 # Names of a group's limit, its usage, and the page cache that the kernel drops before it refuses memory.
 _V2_FILES = "memory.max", "memory.current", "inactive_file"
 _V1_FILES = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-_V1_UNLIMITED = 1 << 62  # cgroup v1 says "no limit" with a number near 2^63
+_V1_UNLIMITED = 1 << 62  # in cgroup v1 "no limit" is a number near 2^63
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from odc.memory.shm import LAYOUT_REGION, ShmHeap
 from odc.memory.words import Words
 
 _MIB = 1 << 20
-_DEVICE_REGION, _DEVICE_BYTES = "odc/device", 128  # of the words: text, what `_device_text` says of a member's device
+_DEVICE_REGION, _DEVICE_BYTES = "odc/device", 128  # of the words: text, `_device_text` of a member's device
 _WORDS = "/words"  # the part of the heap that lies in host memory
 _URGENT = -1  # a stream's priority; compute has 0
 
@@ -133,9 +133,9 @@ class CudaHeap(NamedHeap):
         # Peers compare their layouts when they attach to the words, before anything is mapped.
         listed = ", ".join(f"{request.name!r} of {request.nbytes} bytes" for request in self._order)
         self._host.seal(f"{fingerprint!r}; words and data: {listed}")
-        said = _device_text(self.device).encode()[: _DEVICE_BYTES - 1]
-        self._host.tensor(self.me, _DEVICE_REGION, torch.uint8)[: len(said)].copy_(
-            torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        text = _device_text(self.device).encode()[: _DEVICE_BYTES - 1]
+        self._host.tensor(self.me, _DEVICE_REGION, torch.uint8)[: len(text)].copy_(
+            torch.frombuffer(bytearray(text), dtype=torch.uint8)
         )
         self._local, self._layout = local, layout
 
@@ -146,15 +146,15 @@ class CudaHeap(NamedHeap):
         except UnsupportedError:
             raise
         except RuntimeError as error:
-            said = str(error).splitlines()[0]
-            if nbytes <= free and "out of memory" not in said:
+            reason = str(error).splitlines()[0]
+            if nbytes <= free and "out of memory" not in reason:
                 raise OdcError(
-                    f"{self._who()}: {self.device} provides no memory that peers can map: {said}; see "
+                    f"{self._who()}: {self.device} provides no memory that peers can map: {reason}; see "
                     "`odc doctor --need cuda`"
                 ) from error
             raise HeapMemoryError(
                 f"{self._who()}: the heap needs {nbytes / _MIB:.1f} MiB of {self.device}, which had {free / _MIB:.1f} "
-                f"MiB free: {said}; use more ranks, a smaller model or smaller staging blocks"
+                f"MiB free: {reason}; use more ranks, a smaller model or smaller staging blocks"
             ) from error
         local.zero_()
         torch.cuda.current_stream(self.device).synchronize()  # before any peer can read it
@@ -229,8 +229,8 @@ class CudaHeap(NamedHeap):
     def _refuse_shared_devices(self) -> bool:
         """Whether ranks give one number to different devices; raises OdcError where two ranks are on one device.
 
-        torch takes equal numbers for one device and refuses them in the midst of its exchange, so the ranks say through
-        their words beforehand which device they mean. Every rank finds the same, so none is left alone in the exchange.
+        torch takes equal numbers for one device and refuses them in the midst of its exchange, so each rank
+        names its device in its words beforehand. Every rank finds the same, so none is left alone in the exchange.
         """
         texts = [self._host.tensor(member, _DEVICE_REGION, torch.uint8) for member in self._members]
         devices = [bytes(text.numpy().tobytes()).split(b"\0", 1)[0].decode() for text in texts]

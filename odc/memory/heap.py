@@ -21,7 +21,7 @@ class Lanes(Protocol):
     """The order of work that a device finishes later than it is asked to; usable from any thread.
 
     One rule holds everywhere: no word may be stored, and no lock released, that announces work which has not settled.
-    `asynchronous` says whether work may still be in progress when the call that asked for it has returned.
+    `asynchronous`: whether work may still be in progress when the call that asked for it has returned.
     """
 
     asynchronous: bool

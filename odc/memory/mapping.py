@@ -98,8 +98,8 @@ class Mapping:
     def prefault(self, before_step: Callable[[int], None] = lambda left: None, *, fresh: bool) -> None:
         """Make every page present and mapped, so that no first touch happens later. Raises OSError where that fails.
 
-        `before_step`, which may raise, is called every 256 MiB with the number of bytes still to come. `fresh`: nobody
-        else uses the memory yet, so it may be written where the kernel cannot populate it.
+        `before_step`, which may raise, is called every 256 MiB with the number of bytes still to come. `fresh`: no
+        other process uses the memory yet, so it may be written where the kernel cannot populate it.
         """
         for start in range(0, self.nbytes, _STEP):
             before_step(self.nbytes - start)

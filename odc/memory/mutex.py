@@ -61,7 +61,7 @@ def _waiter(libc: Any) -> Callable[[int, float], int]:
 class RobustMutex:
     """The mutex at `address`, initialised once by its owner. Not recursive; released by the thread that acquired it.
 
-    `address` is that of MUTEX_BYTES bytes, 8-byte aligned, which `keepalive` owns; `what` says in messages what it
+    `address` is that of MUTEX_BYTES bytes, 8-byte aligned, which `keepalive` owns; `what` names in messages what it
     guards and whose it is.
     """
 

@@ -46,7 +46,7 @@ def core() -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"{error.name or 'nvshmem4py'} is not installed; NVSHMEM needs: {install('nvshmem')} "
-            "(`odc doctor --need nvshmem` says what fits)"
+            "(`odc doctor --need nvshmem` shows what fits)"
         ) from error
     return nvshmem.core
 
@@ -82,7 +82,7 @@ def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes:
 
 
 def reserve(nbytes: int, rank: int) -> None:
-    """Make NVSHMEM reserve `nbytes`, or more if the environment already says so; HeapMemoryError if it says less."""
+    """Make NVSHMEM reserve `nbytes`, or as much more as the environment asks for; HeapMemoryError if that is less."""
     asked = os.environ.get(_SIZE)
     if asked is None:
         os.environ[_SIZE] = str(nbytes)
@@ -128,10 +128,10 @@ def initialize_kernels() -> None:
     if getattr(before, "odc_nvshmem", False):
         return
 
-    def hook(**said: Any) -> Any:
-        answer = before(**said) if before is not None else None
-        if not said["is_manual_warmup"] and _LIBRARY in str(said["compile"]["extern_libs"]):
-            _initialize(said["fn"].jit_function, said["compile"]["device"], said["key"])
+    def hook(**call: Any) -> Any:
+        answer = before(**call) if before is not None else None
+        if not call["is_manual_warmup"] and _LIBRARY in str(call["compile"]["extern_libs"]):
+            _initialize(call["fn"].jit_function, call["compile"]["device"], call["key"])
         return answer
 
     hook.odc_nvshmem = True  # type: ignore[attr-defined]

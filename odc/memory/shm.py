@@ -1,7 +1,7 @@
 """The CPU heap: one memfd for each rank, mapped by every rank of the host that needs it.
 
 An anonymous memory file leaves no name behind, and no small /dev/shm bounds it; the rank's server hands its descriptor
-out. Memory is taken and zeroed at `seal`, so training never meets a first touch or a full machine. The heap begins with
+out. Memory is taken and zeroed at `seal`, so training never sees a first touch or a full machine. The heap begins with
 a text that describes its layout, so that an error can name the first difference.
 """
 
@@ -46,7 +46,7 @@ class ShmHeap(NamedHeap):
 
     `connect` returns the heap of a member, by index; it waits for it to come up and raises odc errors itself, and is
     called at most once at a time for each member, from the thread that needs it. `deadline_s` is how long a thread
-    waits for another one that attaches to the same member; `probe` says how much memory is left.
+    waits for another one that attaches to the same member; `probe` returns how much memory is left.
     """
 
     def __init__(

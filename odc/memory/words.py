@@ -30,7 +30,7 @@ _Limit = ctypes.c_long * 2  # a timespec
 
 @cache
 def _futex() -> tuple[Callable[[int, int, float], None], Callable[[int], None]] | None:
-    """(sleep while the low half of the word at an address is a value, for some seconds at most; wake those who do)."""
+    """(sleep while the low half of the word at an address is a value, for some seconds at most; wake those that do)."""
     number = _FUTEX.get(platform.machine())
     if number is None or sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None

@@ -56,7 +56,7 @@ class DataMover(Protocol):
 class DeviceMover(DataMover, Protocol):
     """What moves data on a device besides: whole units, from and to all owners at once.
 
-    `atomic` says whether `accumulate` and `accumulate_all` add atomically, so that pushers need no lock.
+    `atomic`: whether `accumulate` and `accumulate_all` add atomically, so that pushers need no lock.
     """
 
     atomic: bool

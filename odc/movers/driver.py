@@ -72,7 +72,7 @@ def copy_all(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> Non
 
 
 _refused: list[int] = []  # by the driver: a batch, which is not tried again
-# Attributes, the first copy that they hold for, how many there are of them, and where the driver says what failed.
+# Attributes, the first copy that they hold for, how many there are of them, and where the driver reports what failed.
 _attributes, _first, _failed = _Attributes(order=_STREAM_ORDER, flags=_OVERLAP_COMPUTE), _size(0), _size(0)
 _BATCH = ctypes.addressof(_attributes), ctypes.addressof(_first), 1, ctypes.addressof(_failed)
 

@@ -45,7 +45,7 @@ class RanksFailed(OdcError):
 
 
 def host_store() -> Any:
-    """A store on the loopback interface for ranks to meet at; this process hosts it until it is dropped."""
+    """A store on the loopback interface by which ranks find each other; this process hosts it until it is dropped."""
     import torch.distributed as dist
 
     stores: Any = dist
@@ -88,7 +88,7 @@ class RankOutcome:
     def describe(self) -> str:
         """For a failure's message, without the traceback that torch prints once more.
 
-        A rank that raised as it left, after its last answer, shows it in its output only.
+        A rank that raised as it shut down, after its last answer, shows it in its output only.
         """
         end = "still runs" if self.exit_code is None else f"exit code {self.exit_code}"
         what = self.trace or ("returned" if self.answered else "no answer")
@@ -99,7 +99,7 @@ class RankOutcome:
 
 
 class ForkServer:
-    """The process that forks ranks, and the store at which they meet.
+    """The process that forks ranks, and the store by which they find each other.
 
     That process and its ranks have the variables of `environment` besides this process's own. It imports the modules
     in `preloaded` while the caller goes on.
@@ -133,7 +133,7 @@ class ForkServer:
         except BaseException:
             channel.close()
             raise
-        with contextlib.suppress(OSError):  # a rank that is dead already: its exit code will say so
+        with contextlib.suppress(OSError):  # a rank that is dead already: its exit code shows it
             channel.send_bytes(pickle.dumps(tuple(hello)))
         return pid, channel
 
@@ -198,10 +198,10 @@ def task(function: Callable[..., Any], *args: Any) -> bytes:
 
 def _main_module() -> dict[str, Any]:
     """What a spawned child receives of this process's paths and main module, so that functions of the latter pickle."""
-    told = {key: value for key, value in get_preparation_data("rank").items() if key.startswith(("sys_", "init_"))}
-    if not os.path.exists(told.get("init_main_from_path", "")):  # a program from standard input
-        told.pop("init_main_from_path", None)
-    return told
+    data = {key: value for key, value in get_preparation_data("rank").items() if key.startswith(("sys_", "init_"))}
+    if not os.path.exists(data.get("init_main_from_path", "")):  # a program from standard input
+        data.pop("init_main_from_path", None)
+    return data
 
 
 class RankProcesses:
@@ -243,7 +243,7 @@ class RankProcesses:
         each = messages * len(self.outcomes) if len(messages) == 1 else messages
         for outcome, channel, message in zip(self.outcomes, self._channels, each, strict=True):
             outcome.answered, outcome.error, outcome.value = False, None, None
-            with contextlib.suppress(OSError):  # a dead rank: its exit code will say so
+            with contextlib.suppress(OSError):  # a dead rank: its exit code shows it
                 channel.send_bytes(message)
 
     def receive(self, timeout: float) -> None:
@@ -293,7 +293,7 @@ class RankProcesses:
         return now
 
     def show_stacks(self) -> None:
-        """Has every rank that has not answered write the stacks of its threads to its output."""
+        """Makes every rank that has not answered write the stacks of its threads to its output."""
         for outcome in self.outcomes:
             if outcome.exit_code is None and not outcome.answered:
                 with contextlib.suppress(ProcessLookupError):

@@ -193,7 +193,7 @@ def _import_file(module: str, file: str) -> None:
 
 
 def _end(code: int) -> None:
-    """Ends with everything that the interpreter does at its end and anyone outside can see."""
+    """Ends with everything that the interpreter does at its end that another process can see."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -226,7 +226,7 @@ def join(rank: int, group: Group) -> None:
 
 
 def leave() -> None:
-    """Leaves in good order, as a training script's last lines would."""
+    """Shuts down in good order, as a training script's last lines would."""
     import torch.distributed as dist
 
     if "odc" in sys.modules:
@@ -247,7 +247,7 @@ def main(control: int, parent: int, preloaded: Sequence[str]) -> None:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     gc.enable()
-    gc.freeze()  # a collection in a rank neither looks at all this nor copies its pages
+    gc.freeze()  # a collection in a rank neither scans all this nor copies its pages
     birth = serve(socket.socket(fileno=control))
     if birth is not None:
         live(birth)

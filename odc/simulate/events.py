@@ -1,4 +1,4 @@
-"""The simulator: every rank is a generator that reads like the training loop, and one clock runs them all.
+"""The simulator: what one step is, as the arrays that `event_loops` runs.
 
 * A rank uses units in order. It may begin the fetch (or gather) of the next unit when it starts to compute this one,
   within one pass. Pushes start after a unit's backward and delay nothing but the end of the step.
@@ -17,217 +17,175 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
-from functools import cache, partial
+import math
 from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from odc.balance.compiled import loops_of
+from odc.simulate import event_loops
+from odc.simulate.event_loops import GATHER, JOINT, NEXT, RANK, STEP, USE, EventState
 from odc.simulate.step import Step, StepResult
 from odc.simulate.workload import Use
 
-
-@dataclass(slots=True)
-class _Transfer:
-    """A transfer under way. `done` is None until a collective's last rank has called it."""
-
-    seconds: float
-    done: float | None
-    arrived: int = 0
-    waiting: list[int] = field(default_factory=list)
-
-
-#: What a rank does: it yields seconds that it computes, or a transfer that it waits for.
-_Program = Generator[float | _Transfer, None, None]
+_USES_PER_SAMPLE = 256  # uses of units that take as long to simulate as planners spend on a sample
 
 
 def simulate(step: Step) -> StepResult:
     """One step, event by event."""
-    return _Simulation(step).run()
+    state = _state(step)
+    loops, arrays = loops_of(event_loops, len(state.jobs) * len(state.uses) // _USES_PER_SAMPLE)
+    if not arrays:
+        state = EventState(*map(_listed, state))
+    loops.run(state)
+    ranks, end = state.ranks, state.step[0]
+    optimizer, ran = step.model.optimizer_seconds, tuple(int(rank.ran) for rank in ranks)
+    return StepResult(
+        seconds=float(max(end.end, end.last_arrival)) + step.ending_seconds(),
+        busy=tuple(float(rank.busy) + optimizer for rank in ranks),
+        transfer=tuple(float(rank.transfer) for rank in ranks),
+        microbatches=ran,
+        node_bytes=step.node_bytes(ran),
+    )
 
 
-class _Simulation:
-    def __init__(self, step: Step) -> None:
-        self.step, self.cluster, self.uses = step, step.cluster, step.model.uses()
-        self.shards, self.cached = step.shards, step.cached
-        self.on_demand = step.transport in ("on demand", "dynamic")
-        ranks = self.cluster.ranks
-        self.slow = self.cluster.slowness()
-        self.busy, self.transfer, self.ran = [0.0] * ranks, [0.0] * ranks, [0] * ranks
-        self.now = 0.0
-        self.last_arrival = 0.0  # of a gradient
-        self.events = [(0.0, rank) for rank in range(ranks)]  # a heap: when to go on with which rank
-        self.programs = [self._rank(rank) for rank in range(ranks)]
-        self.free: dict[tuple[str, int], float] = {}  # link, owner or group -> when it is free
-        self.calls: dict[tuple[int, int], _Transfer] = {}  # (group, number) -> collective
-        self.called = [0] * ranks
-        self.exchanges: dict[tuple[int, int], _Transfer] = {}  # (gang, use) -> its exchange
-        self.reductions: list[deque[_Transfer]] = [deque() for _ in range(ranks)]
-        noise, jobs = step.noise(), step.jobs().tolist()
-        self.first_piece = list(accumulate((len(gang.ranks) for gang in step.gangs), initial=len(jobs)))
-        costliest_first = sorted(range(len(jobs)), key=lambda i: -jobs[i])
-        jobs += [seconds for gang in step.gangs for seconds in gang.seconds]
-        self.jobs = [(seconds, None if noise is None else noise[i].tolist()) for i, seconds in enumerate(jobs)]
-        self.queue = deque(costliest_first)
-        self.transfer_seconds = cache(partial(self.cluster.transfer_seconds, shards=step.shards))
-        self.gather_seconds = cache(partial(self.cluster.gather_seconds, shards=step.shards))
+def _listed(values: NDArray[Any]) -> list[Any]:
+    """An array as lists, its records as objects with attributes."""
+    names, plain = values.dtype.names, values.tolist()
+    return plain if names is None else [SimpleNamespace(**dict(zip(names, one, strict=True))) for one in plain]
 
-    def run(self) -> StepResult:
-        while self.events:
-            self.now, rank = heapq.heappop(self.events)
-            wish = next(self.programs[rank], None)
-            if isinstance(wish, float):
-                heapq.heappush(self.events, (self.now + wish, rank))
-            elif wish is not None and wish.done is None:
-                wish.waiting.append(rank)
-            elif wish is not None:
-                heapq.heappush(self.events, (max(self.now, wish.done or 0.0), rank))
-        optimizer = self.step.model.optimizer_seconds
-        end = max(self.now, self.last_arrival) + self.step.ending_seconds()
-        busy, crossed = tuple(b + optimizer for b in self.busy), self.step.node_bytes(self.ran)
-        return StepResult(end, busy, tuple(self.transfer), tuple(self.ran), crossed)
 
-    def _rank(self, rank: int) -> _Program:
-        if self.step.transport == "dynamic":
-            while self.queue:
-                job = self.queue.popleft()
-                yield self.cluster.claim_seconds()
-                yield from self._microbatch(rank, job, last=False)
-            yield self.cluster.claim_seconds()  # the claim that finds nothing left
-            return
-        for number, gang in enumerate(self.step.gangs):
-            if rank in gang.ranks:
-                yield from self._piece(rank, number)
-        begin = sum(map(len, self.step.seconds[:rank]))
-        real, count = len(self.step.seconds[rank]), self.step.counts[rank]
-        if self.step.transport == "resident":
-            for use in self.uses:
-                if not use.backward:
-                    yield from self._wait(rank, self._fetch(rank, use))
-        for m in range(count):
-            yield from self._microbatch(rank, begin + m if m < real else None, last=m == count - 1)
+def _records(fields: dict[str, type], length: int, **values: Any) -> NDArray[Any]:
+    """Records of 0 but for `values`, each for one field: one for each record or one for all."""
+    records = np.zeros(length, np.dtype(list(fields.items())))
+    for name, value in values.items():
+        records[name] = value
+    return records.view(np.recarray)
 
-    def _microbatch(self, rank: int, job: int | None, *, last: bool) -> _Program:
-        self.ran[rank] += 1
-        resident = self.step.transport == "resident"
-        ahead: _Transfer | None = None
-        for k, use in enumerate(self.uses):
-            if not resident:
-                yield from self._wait(rank, ahead or self._fetch(rank, use))
-            ahead = None
-            following = self.uses[k + 1] if k + 1 < len(self.uses) else None
-            if self.step.prefetch and following is not None and not following.first and not resident:
-                ahead = self._fetch(rank, following)
-            seconds = self._compute_seconds(rank, job, k)
-            self.busy[rank] += seconds
-            yield seconds
-            if use.push_bytes and (last or not self.step.reduces_last):
-                yield from self._push(rank, use)
 
-    def _piece(self, rank: int, number: int) -> _Program:
-        gang, ahead = self.step.gangs[number], None
-        job = self.first_piece[number] + gang.ranks.index(rank)
-        for k, use in enumerate(self.uses):
-            yield from self._wait(rank, ahead or self._fetch(rank, use))
-            exchange = self.step.exchange_seconds(gang, use)
-            if exchange is not None:
-                yield from self._wait(rank, self._meet(number, k, exchange))
-            following = self.uses[k + 1] if k + 1 < len(self.uses) else None
-            prefetch = self.step.prefetch and following is not None and not following.first
-            ahead = self._fetch(rank, following) if prefetch and following is not None else None
-            seconds = self._compute_seconds(rank, job, k)
-            self.busy[rank] += seconds
-            yield seconds
-            if use.push_bytes:
-                yield from self._push(rank, use)
+def _state(step: Step) -> EventState:
+    """The step before its first event."""
+    cluster, uses, gangs = step.cluster, step.model.uses(), step.gangs
+    ranks, groups = cluster.ranks, cluster.ranks // step.shards
+    on_demand, resident = step.transport in ("on demand", "dynamic"), step.transport == "resident"
+    skewed = on_demand and cluster.owner_skew > 1 and step.shards > 1
+    work, gang_of, jobs, first_job = _jobs(step, [use.share for use in uses])
+    calls = 0 if on_demand else (max(step.counts) + 1) * 2 * len(uses)
+    in_flight = min(cluster.reductions_in_flight, calls)
+    exchanges = [step.exchange_seconds(gang, use) for gang in gangs for use in uses]
+    sizes = [step.shards] * groups + [len(gang.ranks) for gang in gangs]
+    return EventState(
+        step=_records(
+            STEP,
+            1,
+            on_demand=on_demand,
+            dynamic=step.transport == "dynamic",
+            resident=resident,
+            cached=step.cached,
+            skewed=skewed,
+            in_order=step.transport == "dynamic" or step.cached or skewed,
+            reduces_last=step.reduces_last,
+            shards=step.shards,
+            node=cluster.node,
+            calls=calls,
+            reductions_in_flight=in_flight,
+            claim_seconds=cluster.claim_seconds(),
+            latency=cluster.latency(step.shards),
+            unit_seconds=step.model.unit_seconds,
+        ),
+        ranks=_records(
+            RANK,
+            ranks,
+            slow=cluster.slowness(),
+            end_job=first_job[1:],
+            place=first_job[:-1] - 1,
+            stage=GATHER if resident else NEXT,
+            asked=-1.0,
+            awaits=-1,
+            fetched=-1.0,
+            fetch_call=-1,
+        ),
+        uses=_uses(step, uses),
+        joints=_records(
+            JOINT,
+            groups * calls + len(exchanges),
+            seconds=[0.0] * groups * calls + [-1.0 if seconds is None else seconds for seconds in exchanges],
+            done=math.inf,
+        ),
+        work=work,
+        gang=gang_of,
+        jobs=jobs,
+        reductions=np.zeros((ranks, in_flight + 1), np.int64),
+        members=np.array([*range(ranks), *(rank for gang in gangs for rank in gang.ranks)]),
+        first_member=np.array(list(accumulate(sizes, initial=0))),
+        link_free=np.zeros(groups),
+        owner_free=np.zeros((5, ranks)),
+        cached_at=np.full((cluster.nodes, len(step.model.units)), -1.0),
+        node_free=np.zeros(cluster.nodes),
+    )
 
-    def _meet(self, number: int, k: int, seconds: float) -> _Transfer:
-        """The exchange of a gang in use k; its last rank starts it."""
-        exchange = self.exchanges.setdefault((number, k), _Transfer(seconds, None))
-        exchange.arrived += 1
-        if exchange.arrived == len(self.step.gangs[number].ranks):
-            del self.exchanges[number, k]
-            exchange.done = self.now + seconds
-            for waiting in exchange.waiting:
-                heapq.heappush(self.events, (exchange.done, waiting))
-        return exchange
 
-    def _wait(self, rank: int, unit: _Transfer) -> Iterator[_Transfer]:
-        asked = self.now
-        yield unit
-        self.transfer[rank] += min(self.now - asked, unit.seconds)
+def _uses(step: Step, uses: list[Use]) -> NDArray[Any]:
+    """The uses of units with what their transfers and collectives take."""
+    cluster, shards = step.cluster, step.shards
+    fetched, pushed = [use.fetch_bytes for use in uses], [use.push_bytes for use in uses]
 
-    def _compute_seconds(self, rank: int, job: int | None, k: int) -> float:
-        """Compute time of use k of a unit in a job; a dummy (None) takes only the fixed time."""
-        seconds, noise = self.jobs[job] if job is not None else (0.0, None)
-        seconds *= self.uses[k].share * (noise[k] if noise is not None else 1.0)
-        return (seconds + self.step.model.unit_seconds) * self.slow[rank]
+    def moved(nbytes: float, push: bool) -> float:
+        if not nbytes:
+            return -1.0
+        if step.transport in ("on demand", "dynamic"):
+            return cluster.transfer_seconds(nbytes, shards, push=push)
+        return cluster.gather_seconds(nbytes, shards, reduces=push)
 
-    def _fetch(self, rank: int, use: Use) -> _Transfer:
-        if not use.fetch_bytes:
-            return _Transfer(0.0, self.now)
-        if self.on_demand:
-            return self._send("fetch", rank, use.fetch_bytes, use.unit)
-        return self._collective(rank, self.gather_seconds(use.fetch_bytes))
+    owned = [
+        (*cluster.owner_seconds(fetch, shards), *cluster.owner_seconds(push, shards))
+        for fetch, push in zip(fetched, pushed, strict=True)
+    ]
+    near_fetch, far_fetch, near_push, far_push = zip(*owned, strict=True)
+    return _records(
+        USE,
+        len(uses),
+        unit=[use.unit for use in uses],
+        ahead=[bool(step.prefetch) and not use.first and step.transport != "resident" for use in uses],
+        forward=[not use.backward for use in uses],
+        pushes=[use.push_bytes > 0 for use in uses],
+        fetch_seconds=[moved(nbytes, False) for nbytes in fetched],
+        push_seconds=[moved(nbytes, True) for nbytes in pushed],
+        memory_fetch_seconds=[cluster.memory_seconds(nbytes, shards) for nbytes in fetched],
+        memory_push_seconds=[cluster.memory_seconds(nbytes, shards, push=True) for nbytes in pushed],
+        read_seconds=[cluster.read_seconds(nbytes) for nbytes in fetched],
+        near_fetch_seconds=near_fetch,
+        far_fetch_seconds=far_fetch,
+        near_push_seconds=near_push,
+        far_push_seconds=far_push,
+        add_seconds=[
+            nbytes * min(1.0, cluster.owner_skew / shards) / cluster.accumulate_bandwidth for nbytes in pushed
+        ],
+    )
 
-    def _push(self, rank: int, use: Use) -> Iterator[_Transfer]:
-        if self.on_demand:
-            done = self._send("push", rank, use.push_bytes, use.unit).done or 0.0
-            self.last_arrival = max(self.last_arrival, done)
-            return
-        pending = self.reductions[rank]
-        seconds = self.gather_seconds(use.push_bytes, reduces=True)
-        pending.append(self._collective(rank, seconds))
-        if len(pending) > self.cluster.reductions_in_flight:
-            yield from self._wait(rank, pending.popleft())
 
-    def _collective(self, rank: int, seconds: float) -> _Transfer:
-        """The rank's next collective; its last caller starts it."""
-        group, number = rank // self.shards, self.called[rank]
-        self.called[rank] += 1
-        call = self.calls.setdefault((group, number), _Transfer(seconds, None))
-        call.arrived += 1
-        if call.arrived == self.shards:
-            del self.calls[group, number]
-            call.done = self._serve("collective", group, self.now, seconds)
-            self.last_arrival = max(self.last_arrival, call.done)
-            for waiting in call.waiting:
-                heapq.heappush(self.events, (call.done, waiting))
-        return call
+def _jobs(step: Step, shares: list[float]) -> tuple[NDArray[Any], ...]:
+    """Compute and gang of every job, and all ranks' jobs: pieces, microbatches and then dummies.
 
-    def _send(self, kind: str, rank: int, nbytes: float, unit: int) -> _Transfer:
-        """One unit between a rank and its owners."""
-        shards, cluster = self.shards, self.cluster
-        if self.cached:
-            return self._through_cache(kind, rank, nbytes, unit)
-        seconds = self.transfer_seconds(nbytes, push=kind == "push")
-        begin = max(self.now, self.free.get((kind, rank), 0.0))
-        done = self._serve(kind, rank, begin, seconds)
-        if cluster.owner_skew > 1 and shards > 1:
-            near, far = cluster.owner_seconds(nbytes, shards)
-            node = rank // cluster.node
-            served = [self._serve(f"{kind} near", node, begin, near), self._serve(f"{kind} far", 0, begin, far)]
-            if kind == "push":
-                adding = nbytes * min(1.0, cluster.owner_skew / shards) / cluster.accumulate_bandwidth
-                served.append(self._serve("server", rank // shards, begin, adding))
-            done = max(done, max(served) + cluster.latency(shards))
-        return _Transfer(done - begin, done)
-
-    def _through_cache(self, kind: str, rank: int, nbytes: float, unit: int) -> _Transfer:
-        """One unit between a rank and the memory of its node, which the node may have to read first."""
-        began, there = max(self.now, self.free.get((kind, rank), 0.0)), 0.0
-        if kind == "fetch":
-            key = f"unit {unit}", rank // self.cluster.node
-            if key not in self.free:  # when the unit is in the cache
-                self.free[key] = self._serve("node", key[1], self.now, self.cluster.read_seconds(nbytes))
-            there = self.free[key]
-        seconds = self.cluster.memory_seconds(nbytes, self.step.shards, push=kind == "push")
-        done = self._serve(kind, rank, max(began, there), seconds)
-        return _Transfer(done - began, done)
-
-    def _serve(self, resource: str, number: int, asked: float, seconds: float) -> float:
-        """When `resource`, which serves in order of arrival, is done with something that takes `seconds`."""
-        done = max(asked, self.free.get((resource, number), 0.0)) + seconds
-        self.free[resource, number] = done
-        return done
+    Jobs are numbered rank after rank, then gang after gang; the last is a dummy's.
+    """
+    seconds = step.jobs()
+    count, noise = len(seconds), step.noise()
+    pieces = [(rank, gang) for gang, one in enumerate(step.gangs) for rank in one.ranks]
+    alone = np.concatenate([seconds, [second for gang in step.gangs for second in gang.seconds]])
+    work = alone[:, None] * (np.array(shares) if noise is None else np.array(shares) * noise)
+    work = np.vstack([work, np.zeros(len(shares))])
+    gang_of = np.array([-1] * count + [gang for _, gang in pieces] + [-1])
+    if step.transport == "dynamic":  # costliest first
+        return work, gang_of, np.argsort(-seconds, kind="stable"), np.zeros(step.cluster.ranks + 1, np.int64)
+    jobs: list[int] = []
+    first_job, begin = [0], 0
+    for rank, (mine, target) in enumerate(zip(step.seconds, step.counts, strict=True)):
+        jobs += [count + i for i, (member, _) in enumerate(pieces) if member == rank]
+        jobs += [*range(begin, begin + len(mine)), *[len(work) - 1] * (target - len(mine))]
+        begin += len(mine)
+        first_job.append(len(jobs))
+    return work, gang_of, np.array(jobs, np.int64), np.array(first_job)

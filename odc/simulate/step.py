@@ -91,7 +91,7 @@ class Step:
         model, cluster, across = self.model, self.cluster, 0.0
         if self.within_node:
             across = cluster.exchange_seconds(model.gradient_bytes) + cluster.exchange_seconds(model.parameter_bytes)
-        elif self.cached:  # sums are complete, said so and read
+        elif self.cached:  # sums are complete, announced and read
             across = cluster.inter_latency + cluster.read_seconds(model.gradient_bytes * model.accumulator)
         return across + model.optimizer_seconds
 

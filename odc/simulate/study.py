@@ -55,7 +55,7 @@ def simulate_plan(
     return simulate(Step(cluster, model, seconds, arm.transport, arm.within_node, prefetch, seed, gangs))
 
 
-#: Fields a sweep may go along -> what an axis says.
+#: Fields a sweep may go along -> the label of an axis.
 AXES: dict[str, str] = {
     "samples_per_rank": "samples per rank in a minibatch",
     "max_length": "longest sample, tokens",
@@ -144,14 +144,14 @@ def _figures(arm: str, results: Sequence[StepResult], base: float) -> ArmFigures
 
 
 def sweep(
-    scenario: Scenario, axis: str, values: Sequence[float], said: Callable[[str], None] | None = None
+    scenario: Scenario, axis: str, values: Sequence[float], progress: Callable[[str], None] | None = None
 ) -> list[Study]:
     """One study for each value of the field `axis` (one of AXES); everything else stays as in `scenario`."""
     _require_axis(axis)
     studies = []
     for value in values:
-        if said is not None:
-            said(f"{axis} {value:g}")
+        if progress is not None:
+            progress(f"{axis} {value:g}")
         studies.append(study(scenario.with_(**{axis: value if axis == "packing_ratio" else int(value)})))
     return studies
 

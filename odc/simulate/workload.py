@@ -84,7 +84,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Gang:
-    """The pieces of one split sample: a rank each, which meet in every unit that computes."""
+    """The pieces of one split sample: a rank each, which begin every unit that computes together."""
 
     ranks: tuple[int, ...]  # different ones
     seconds: tuple[float, ...]  # compute of each piece, on a rank of factor 1 without jitter

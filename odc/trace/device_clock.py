@@ -1,6 +1,6 @@
 """A device's own clock: when its compute stream reached the moments that the recorder notes on the host.
 
-The host runs ahead of its device, so a span of host times says when work was queued. With a `DeviceClock` every moment
+The host runs ahead of its device, so host times show when work was queued. With a `DeviceClock` every moment
 of the main lane also records an event on the compute stream, which costs microseconds and waits for nothing. Between
 two steps `translated` puts the events' times in place of the host's. A span then lasts from when the device was done
 with all compute queued before it to when it was done with all queued until its end: waiting that hides behind compute
@@ -62,7 +62,7 @@ class DeviceClock:
         self._before = self._reference()
 
     def now(self) -> int:
-        """The host's time, and an event on the compute stream that will say when the device got here."""
+        """The host's time, and an event on the compute stream that records when the device gets here."""
         return self.now_in(self._stream)
 
     def now_in(self, stream: object) -> int:

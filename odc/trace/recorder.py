@@ -29,7 +29,7 @@ CAPACITY: Final = 200_000
 class Recorder:
     """Collects the newest `capacity` spans of one process. Adding one never synchronizes, nor raises for being full.
 
-    Only the training thread may call `window` and `microbatch`, because they say where it is; any thread may call the
+    Only the training thread may call `window` and `microbatch`, because they mark where it is; any thread may call the
     others. Without `enabled`, `add` returns at once; the marks still keep `epoch` and `microbatch_index` up to date.
     """
 

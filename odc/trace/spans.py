@@ -1,7 +1,7 @@
 """Spans: what one rank did from one moment to another, and the file in which a rank saves them.
 
 The lane "main" is the training thread, and the only one that counts in a breakdown. Its spans may nest or abut; the
-innermost one says what the rank was doing. Other lanes ("fetch", "push", "server") are background threads: they are
+innermost one is what the rank was doing. Other lanes ("fetch", "push", "server") are background threads: they are
 drawn and exported but not counted, because work that hides behind compute delays no step. Clocks of hosts differ: spans
 of several hosts can be compared once they are on one clock (`odc.experiments.clock`).
 """
@@ -37,7 +37,7 @@ _PIECE: Final = "piece of sample "
 MAIN: Final = "main"
 
 NO_PEER: Final = -1
-#: `peer` of a span in which all ranks meet (an all-gather, a reduce-scatter): its time holds waiting and transfer.
+#: `peer` of a span of all ranks together (an all-gather, a reduce-scatter): its time holds waiting and transfer.
 COLLECTIVE: Final = -2
 
 #: On a device the lanes of collectives, by what they do: a span begins when the rank's stream comes to the collective.

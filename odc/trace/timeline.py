@@ -117,8 +117,8 @@ def draw(
         box = (left / _WIDTH, (top - rows) / height, (_WIDTH - left - _RIGHT) / _WIDTH, rows / height)
         axes = figure.add_axes(box)
         _draw_rows(axes, panel, scale, [colour for _, colour in passes] or _SHADES)
-        said = (headlines or {}).get(panel.title) or _headline_of(panel.figures, source)
-        _draw_frame(axes, panel, scale, span_ns / scale, rows, said)
+        headline = (headlines or {}).get(panel.title) or _headline_of(panel.figures, source)
+        _draw_frame(axes, panel, scale, span_ns / scale, rows, headline)
         _draw_hosts(axes, panel, _LEFT / (_WIDTH - left - _RIGHT), row)
         axes.tick_params(axis="x", labelbottom=panel is prepared[-1], length=4 if panel is prepared[-1] else 0)
         top -= rows + _GAP
@@ -217,7 +217,7 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -
     axes.add_collection(LineCollection(lines, colors="white", linewidths=1.1, capstyle="butt"), autolim=False)
 
 
-def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: float, said: str) -> None:
+def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: float, headline: str) -> None:
     """Limits, rank names, busy shares, minibatch brackets and the two headlines of one panel."""
     ranks, few = list(panel.rows), len(panel.rows) <= 16
     axes.set_xlim(0, width)
@@ -239,7 +239,7 @@ def _draw_frame(axes: Axes, panel: _Panel, scale: float, width: float, inches: f
     place: dict[str, Any] = {"transform": axes.transAxes, "va": "center"}
     axes.text(1.05, above, "busy", color=_SOFT_INK, ha="right", fontsize=9, **place)
     axes.text(0, head, panel.title, color=_INK, ha="left", fontsize=13, fontweight="bold", **place)
-    axes.text(1, head, said, color=_INK, ha="right", fontsize=11, **place)
+    axes.text(1, head, headline, color=_INK, ha="right", fontsize=11, **place)
     for epoch, start, end in panel.steps:
         left, stop = (start - panel.origin) / scale, (end - panel.origin) / scale
         axes.plot([left, stop], [above - 0.1 / inches] * 2, transform=axes.get_xaxis_transform(), color=_SOFT_INK,

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
+from support.command import odc
 
-from odc.cli import bench, main
+from odc.cli import bench
 
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["bench", *arguments])
-    return int(ended.value.code or 0)
+call = partial(odc, "bench")
 
 
 @pytest.mark.thorough
@@ -26,31 +23,6 @@ def test_measures_saves_and_compares(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert {row["what"] for row in rows} == {"get", "signal there and back"}
     assert call("--compare", str(path), str(path)) == 0
     assert "| get " in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "got"], "odc: only: got is none of get, "),
-        (["--ranks", "two"], "odc: ranks: whole numbers"),
-        (["--ranks", "0"], "odc: ranks: at least 1"),
-        (["--sizes", "64X"], "odc: sizes: bytes such as"),
-        (["--sizes", "K"], "odc: sizes: bytes such as"),
-        (["--sizes", "100"], "odc: sizes: multiples of 4096"),
-        (["--device", "tpu"], "odc: device: cpu or cuda"),
-        (["--compare", "nowhere.json", "nowhere.json"], "odc: compare: nowhere.json cannot be read"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: list[str], message: str, capfd: pytest.CaptureFixture) -> None:
-    assert call(*arguments) == 2
-    said = capfd.readouterr().err
-    assert message in said and "Traceback" not in said
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_who_knows_more(capfd: pytest.CaptureFixture) -> None:
-    assert call("--device", "cuda") == 2
-    assert "odc doctor" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("text", "size"), [("65536", 65536), ("64K", 65536), (" 1m", 1 << 20), ("2G", 2 << 30)])

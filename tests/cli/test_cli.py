@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import command
+from support.tiny_job import tiny_job
 
-from odc.cli import main
 from odc.errors import install
 
 pytest.importorskip("typer", reason="needs the cli extra")
@@ -26,20 +27,9 @@ def odc(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> subproc
 
 def options_of_a_job(folder: Path) -> list[str]:
     """Of one that takes a second, on files made in `folder`."""
-    model = {
-        "model_type": "qwen2",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 64,
-    }
-    (folder / "model.json").write_text(json.dumps(model))
-    texts = ["ab " * (1 + 7 * (i % 5)) for i in range(20)]
-    (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = ["--model", str(folder / "model.json"), "--data", str(folder / "data.jsonl"), "--tokenizer", "bytes"]
-    return [*options, "--max-tokens", "100", "--steps", "2", "--cache", str(folder / "cache")]
+    job = tiny_job(folder)
+    options = ["--model", job.model, "--data", job.data, "--tokenizer", "bytes", "--cache", str(job.cache)]
+    return [*options, "--max-tokens", "100", "--steps", "2"]
 
 
 @pytest.fixture
@@ -48,55 +38,32 @@ def job(tmp_path: Path) -> list[str]:
     return options_of_a_job(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A job that has been run, and its folder: its options' files, "out" and "model"."""
-    folder = tmp_path_factory.mktemp("trained")
-    job = options_of_a_job(folder)
-    return folder, odc("train", *job, "--output", str(folder / "out"), "--export", str(folder / "model"))
-
-
 def test_train_launches_its_ranks_saves_and_exports(
     job: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     for name in ("COLUMNS", "NO_COLOR"):
         monkeypatch.setenv(name, _ENV[name])
-    with pytest.raises(SystemExit) as ended:
-        main(["train", *job, "--output", str(tmp_path / "out"), "--export", str(tmp_path / "model")])
-    _check_trained(tmp_path, ended.value.code, *capfd.readouterr())
-
-
-# In a process of its own, which loads all that it needs; as `test_the_package_itself_is_the_command` does in quick.
-@pytest.mark.thorough
-def test_train_as_a_user_starts_it(trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
-    folder, done = trained
-    _check_trained(folder, done.returncode, done.stdout, done.stderr)
-
-
-def _check_trained(folder: Path, code: object, out: str, err: str) -> None:
-    assert code == 0, err
+    assert command.odc("train", *job, "--output", tmp_path / "out", "--export", tmp_path / "model") == 0
+    out, err = capfd.readouterr()
     assert re.fullmatch(r"step 2: loss \d\.\d{4}; .* tokens/s \(medians\); checkpoint .*step-00000002\n", out)
     assert err.startswith("odc train: odc, 2 ranks, 2 steps\nodc train [")
     assert "Traceback" not in err and "Warning" not in err
-    assert sorted(os.listdir(folder / "out")) == ["checkpoints", "steps.jsonl"]
+    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoints", "steps.jsonl"]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert model.config.architectures == ["Qwen2ForCausalLM"]
-    assert AutoTokenizer.from_pretrained(folder / "model")("ab")["input_ids"] == [97, 98]
+    assert AutoTokenizer.from_pretrained(tmp_path / "model")("ab")["input_ids"] == [97, 98]
 
 
 @pytest.mark.thorough
-def test_train_goes_on_from_an_export_under_torchrun(
-    trained: tuple[Path, subprocess.CompletedProcess[str]],
-) -> None:
-    export = str(trained[0] / "model")
-    job = [
-        "auto" if option == "bytes" else export if option.endswith("model.json") else option
-        for option in options_of_a_job(trained[0])
-    ]
+def test_train_goes_on_from_an_export_under_torchrun(job: list[str], tmp_path: Path) -> None:
+    export = tmp_path / "model"
+    done = odc("train", *job, "--export", str(export))
+    assert done.returncode == 0 and done.stderr.startswith("odc train: odc, 2 ranks, 2 steps\n"), done.stderr
+    options = ["auto" if one == "bytes" else str(export) if one.endswith("model.json") else one for one in job]
     launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    done = odc("train", *job, "--arm", "odc", python=launcher)
+    done = odc("train", *options, "--arm", "odc", python=launcher)
     assert done.returncode == 0, done.stderr
     assert "step 2/2  loss" in done.stderr
     assert done.stdout.startswith("step 2: loss")
@@ -111,10 +78,9 @@ def test_compare_writes_one_table_and_what_it_names(
     monkeypatch.setattr(sys, "argv", ["odc", *arguments])
     for name in ("COLUMNS", "NO_COLOR"):
         monkeypatch.setenv(name, _ENV[name])
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
+    code = command.odc(*arguments)
     said, progress = capfd.readouterr()
-    assert ended.value.code == 0, progress
+    assert code == 0, progress
     for text in ("bubble, measured", "peak memory, MiB", "final loss", "fsdp2", "odc-dynamic", "rank 1 slowed 1.5x"):
         assert text in " ".join(said.split())  # the title may be broken into lines
     named = re.findall(r"^(?:figures|timeline|trace \S+) +(\S+)$", said, re.MULTILINE)
@@ -132,45 +98,10 @@ def test_compare_writes_one_table_and_what_it_names(
     assert all(figures["arms"][arm]["loss"]["largest_difference"] < 1e-4 for arm in figures["arms"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "code"),
-    [
-        (
-            ["train", "--arm", "zero1"],
-            "odc-equal, odc, odc-split, odc-dynamic, odc-hybrid, not 'zero1'",
-            2,
-        ),
-        (["train", "--max-tokens", "5"], "more than the cap of 5; so have", 2),
-        (["train", "--data", "/does/not/exist"], "odc: data: there is no file or folder /does/not/exist", 2),
-        (["train", "--steps", "many"], "Invalid value for ", 2),
-        (["compare", "--arms", "odc,zero1"], "odc: arms must be different ones of fsdp2-localsort, ", 2),
-        (["compare", "--skip", "2"], "odc: skip must leave a step to measure: it is 2, steps is 2", 2),
-    ],
-)
-def test_bad_input_is_one_line(
-    job: list[str], arguments: list[str], message: str, code: int, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    command, *options = arguments
-    output = ["--output", str(tmp_path / "out")] if command == "compare" else []
-    with pytest.raises(SystemExit) as ended:
-        main([command, *job, *output, *options])
-    assert ended.value.code == code
-    said = capfd.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
-
-
 def test_traceback_shows_where_it_came_from(job: list[str], capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        main(["--traceback", "train", *job, "--arm", "zero1"])
+    command.odc("--traceback", "train", *job, "--arm", "zero1")
     said = capfd.readouterr().err
     assert "Traceback" in said and "config.py" in said
-
-
-def test_compare_needs_a_model_and_data_or_the_demo(capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        main(["compare", "--data", "stdlib"])
-    assert capfd.readouterr().err == "odc: model: say which (--model), or run the demo (--demo)\n"
 
 
 @pytest.mark.thorough
@@ -188,20 +119,9 @@ def test_without_its_libraries_it_names_the_extra(
     missing: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 2
+    assert command.odc("--help") == 2
     said = f"odc: {missing} is not installed; the command line needs: {install('cli')}\n"
     assert capfd.readouterr().err == said
-
-
-def test_help_lists_the_commands(capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    said = capfd.readouterr().out
-    for command in ("train", "compare", "status"):
-        assert command in said
 
 
 def test_first_words_come_before_torch(tmp_path: Path) -> None:

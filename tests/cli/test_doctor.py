@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from support import command
 
 import odc.doctor
-from odc.cli import main
 from odc.doctor import Finding, State
 
 WELL = Finding("system", State.OK, "Linux [6.1]")
@@ -15,9 +15,7 @@ NO_MEMORY = Finding("shared memory", State.BROKEN, "refused", "run", "allow memf
 
 def call(monkeypatch: pytest.MonkeyPatch, findings: list[Finding], *arguments: str) -> int:
     monkeypatch.setattr(odc.doctor, "examine", lambda probes: findings)
-    with pytest.raises(SystemExit) as ended:
-        main(["doctor", *arguments])
-    return int(ended.value.code or 0)
+    return command.odc("doctor", *arguments)
 
 
 def test_what_is_optional_does_not_fail(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""`odc train` and `odc compare` on two hosts, started by torchrun on each as docs/hosts.md says."""
+"""`odc train` and `odc compare` on two hosts, started by torchrun on each as in docs/hosts.md."""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ import re
 from pathlib import Path
 
 import pytest
+from support.command import odc
 from support.hosts import Hosts, need_hosts
 from support.tiny_job import tiny_job
 
-from odc.cli import main
 from odc.cli.torchrun import given_by_torchrun
 from odc.trace import load_spans, rank_file
-
-
-def odc(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(list(arguments))
-    return int(ended.value.code or 0)
 
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is the second of two ranks on the first of three hosts."""
-    told = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
-    for name, value in told.items():
+    environment = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
 
 

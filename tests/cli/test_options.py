@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -12,13 +12,11 @@ pytest.importorskip("transformers", reason="needs the train extra")
 
 from typer.testing import CliRunner  # noqa: E402
 
-from odc.cli.app import app  # noqa: E402
 from odc.cli.options import options_from  # noqa: E402
-from odc.experiments.config import GrpoConfig, JobConfig  # noqa: E402
 
 
 @dataclass(frozen=True)
-class Told:
+class Options:
     name: str = field(metadata={"help": "A name."})
     size: int | None = field(default=None, metadata={"help": "A size. (default: the usual)"})
     kind: Literal["a", "b"] = field(default="a", metadata={"help": "a or b.", "panel": "Kinds"})
@@ -31,31 +29,31 @@ class Told:
     left_out: int = field(default=4, metadata={"help": "Not here."})
 
 
-told: list[Any] = []
+calls: list[Any] = []
 
 
 def run(*arguments: str) -> str:
     commands = typer.Typer(add_completion=False)
 
     @commands.command()
-    @options_from(Told, without=("left_out",))
+    @options_from(Options, without=("left_out",))
     def say(given: dict[str, Any], lag: int = 7, loud: Annotated[bool, typer.Option("--loud")] = False) -> None:
         """Say it."""
-        told.append((given, lag, loud))
+        calls.append((given, lag, loud))
 
     @commands.command()
     def other() -> None: ...
 
-    told.clear()
+    calls.clear()
     done = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(commands, ["say", *arguments])
     return done.output
 
 
 def test_only_what_was_given_reaches_the_command() -> None:
     run("--name", "n")
-    assert told == [({"name": "n"}, 7, False)]
+    assert calls == [({"name": "n"}, 7, False)]
     run("--name", "n", "--size", "0", "--kind", "c", "--timeout", "6.5", "--words", "x, z", "--fast", "--no-checked")
-    assert told == [
+    assert calls == [
         ({"name": "n", "size": 0, "kind": "c", "timeout_s": 6.5, "words": ("x", "z"), "fast": True, "checked": False},
          7, False)
     ]  # fmt: skip
@@ -63,11 +61,11 @@ def test_only_what_was_given_reaches_the_command() -> None:
 
 def test_own_parameters_come_before_fields() -> None:
     run("--name", "n", "--lag", "1", "--loud")
-    assert told == [({"name": "n"}, 1, True)]
+    assert calls == [({"name": "n"}, 1, True)]
 
 
 def test_what_is_missing_or_no_option_is_refused() -> None:
-    assert "Missing option" in run() and not told
+    assert "Missing option" in run() and not calls
     for flag in ("--unnamed", "--left-out", "--no-fast"):
         assert "No such option" in run("--name", "n", flag), flag
     assert "Invalid value" in run("--name", "n", "--size", "many")
@@ -88,17 +86,3 @@ def test_help_shows_each_default() -> None:
     ):
         assert text in said, text
     assert "(default:" not in said
-
-
-@pytest.mark.parametrize(("command", "config"), [("train", JobConfig), ("grpo", GrpoConfig)])
-def test_defaults_of_a_command_are_those_of_its_configuration(command: str, config: type) -> None:
-    said = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"}).invoke(app, [command, "--help"]).output
-    lines = {line.split("--")[1].split()[0]: line for line in said.splitlines() if "--" in line[:12]}
-    for one in fields(config):
-        if "help" in one.metadata:
-            flag = one.metadata.get("flag", one.name.replace("_", "-")).removeprefix("--")
-            assert (
-                isinstance(one.default, bool)
-                or not isinstance(one.default, int | float)
-                or (f"[default: {one.default}]" in lines[flag])
-            ), flag

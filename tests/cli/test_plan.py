@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
+from support.command import odc
 
 from odc.balance import Plan, lb_micro, lb_mini, lb_split, quadratic
-from odc.cli import main
 
 pytest.importorskip("typer", reason="needs the cli extra")
 
+plan = partial(odc, "plan")
+
 SIZES = [60, 60, 60, 60, 100, 100, 40, 9]
-
-
-def plan(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", *arguments])
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 @pytest.fixture
@@ -63,28 +59,6 @@ def test_pieces_are_printed_and_saved(lengths: str, tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert said == f"{expected}\nplan     {out}\n" and expected.splits
     for split in expected.splits:
-        told = f"sample {split.sample} of {split.length} tokens, at most {max(split.tokens)} a piece, on ranks "
-        assert told + ", ".join(map(str, split.ranks)) in said
+        line = f"sample {split.sample} of {split.length} tokens, at most {max(split.tokens)} a piece, on ranks "
+        assert line + ", ".join(map(str, split.ranks)) in said
     assert Plan.from_json(out.read_text()) == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--max-tokens", "50"], "odc: sample 0 has 60 tokens, more than the cap of 50 per microbatch"),
-        (["--policy", "lb_max"], "odc: there is no policy 'lb_max'"),
-        (["--field", "tokens"], "has no field 'tokens'; name its field of lengths: length, uid"),
-        (["--group-field", "prompt"], "has no field 'prompt'"),
-        (["--speeds", "1,fast"], "odc: speeds must be numbers"),
-        (["--floor", "9"], "odc: floor, node and contiguous are options of lb-split, not of lb-mini"),
-        (["--equal-samples"], "odc: equal-samples is an option of lb-micro, not of lb-mini"),
-        (["--quadratic", "1"], "odc: quadratic must be two numbers A,B, not '1'"),
-        (["--quadratic", "1,1", "--model", "x"], "odc: quadratic and model are two costs"),
-        (["--model", "nowhere.json"], "odc: model: nowhere.json cannot be read"),
-        (["--json", "/does/not/exist.json"], "odc: json: cannot write /does/not/exist.json: No such file"),
-    ],
-)
-def test_bad_input_is_one_line(lengths: str, options: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    assert plan("--lengths", lengths, *options) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1

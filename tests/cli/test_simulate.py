@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-
-from odc.cli import main
+from support.command import odc
 
 pytest.importorskip("typer", reason="needs the cli extra")
 
+simulate = partial(odc, "simulate")
+
 _SMALL = ("--ranks", "2", "--minibatches", "1", "--samples-per-rank", "2")
-
-
-def simulate(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ending:
-        main(["simulate", *arguments])
-    return int(ending.value.code or 0)
 
 
 def test_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,24 +54,3 @@ def test_sweeps_are_drawn(tmp_path: Path) -> None:
     assert simulate(*_SMALL, *options) == 0
     assert picture.stat().st_size > 1000
     assert len(json.loads(path.read_text())["sweeps"]["packing_ratio"]) == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--lengths", "nowhere"), "longalign"),
-        (("--slow", "1=2"), "RANK:FACTOR"),
-        (("--link-gbit", "1", "--inter-bandwidth", "1"), "without inter_bandwidth"),
-        (("--arms", "fsdp3"), "odc-dynamic"),
-        (("--picture", "a.png"), "--sweep"),
-        (("--json", "/does/not/exist.json"), "json: cannot write /does/not/exist.json: No such file"),
-        (("--picture", "/does/not/a.png", "--sweep", "all"), "picture: cannot write /does/not/a.png"),
-        (("--slow", "1:0"), "slow: ranks lie below 2 and factors above 0, unlike rank 1 with 0"),
-        (("--sweep", "hosts"), "there is no sweep along 'hosts'"),
-    ],
-)
-def test_says_what_is_wrong(arguments: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate(*_SMALL, *arguments) == 2
-    error = capsys.readouterr().err
-    assert says in error
-    assert error.splitlines()[-1].startswith("odc: ")

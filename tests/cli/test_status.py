@@ -1,27 +1,31 @@
-"""`odc status`: a table that 80 columns hold, jobs told apart, and watching until Ctrl-C."""
+"""`odc status`: a table that 80 columns hold, jobs kept apart, and watching until Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
+from support.command import odc
 
-from odc.cli import main, status
+from odc.cli import status
 from odc.runtime.daemon import RankStatus
 
 pytest.importorskip("rich", reason="needs the cli extra")
+
+call = partial(odc, "status")
 
 QUEUE = {"total": 20, "offered": 9, "claimed": 2, "handed_out": 17}
 MINE = os.getpid()
 
 
 def root(name: str = "0-1", **changes: Any) -> dict[str, Any]:
-    told = {"root": name, "epoch": 12345, "state": "finishing", "microbatch": 12, "queue": None, "waits_for": 1}
-    told |= {"fetched_bytes": 98765 << 20, "pushed_bytes": 98765 << 20, "slots_in_use": 12, "slots": 64}
-    return told | {"waits_in_epoch": 12345} | changes
+    fields = {"root": name, "epoch": 12345, "state": "finishing", "microbatch": 12, "queue": None, "waits_for": 1}
+    fields |= {"fetched_bytes": 98765 << 20, "pushed_bytes": 98765 << 20, "slots_in_use": 12, "slots": 64}
+    return fields | {"waits_in_epoch": 12345} | changes
 
 
 @pytest.fixture
@@ -31,12 +35,6 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[RankStatus]:
     monkeypatch.setattr(sys.modules[RankStatus.__module__], "ask_all", lambda: found)
     monkeypatch.setenv("COLUMNS", "80")
     return found
-
-
-def call(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["status", *arguments])
-    return int(ended.value.code or 0)
 
 
 def test_eighty_columns_hold_it(answers: list[RankStatus], capsys: pytest.CaptureFixture[str]) -> None:

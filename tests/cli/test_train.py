@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command import odc
 from support.word_model import completions, model_folder, transformers_loss, write_rows
 
 from odc.arms import PLANS
-from odc.cli import main
 
 pytest.importorskip("typer", reason="needs the cli extra")
 pytest.importorskip("transformers", reason="needs the train extra")
-
-
-def odc(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
 
 
 def steps_of(output: Path) -> list[dict[str, Any]]:
@@ -110,7 +104,7 @@ def test_a_plan_is_short_for_an_arm(
         assert odc("train", *options, "--plan", plan) == 0
         assert unstarted.pop().arm == arm
     assert odc("train", *options) == 0
-    assert unstarted.pop().arm == PLANS["lb-mini"], "the default, as --help says"
+    assert unstarted.pop().arm == PLANS["lb-mini"], "the default, as in --help"
     capfd.readouterr()
     assert odc("train", *options, "--plan", "best") == 2
     assert "odc: plan must be one of lb-mini, " in capfd.readouterr().err
@@ -153,6 +147,30 @@ def test_what_is_missing_is_said_before_a_folder_is_made(
     assert not (tmp_path / "out").exists() and not (tmp_path / "export").exists()
 
 
+@pytest.mark.parametrize(
+    ("missing", "command", "message"),
+    [
+        ("PIL", ["train-mm", "--demo"], "train-mm needs PIL: pip install -e '.[multimodal]'"),
+        ("soundfile", ["train-mm", "--demo"], "train-mm needs soundfile: pip install -e '.[multimodal]'"),
+        ("transformers", ["compare", "--demo"], "training a model needs transformers: "),
+        (None, ["train-mm", "--demo", "--plan", "split"], "plan: train-mm balances each phase and splits no sample"),
+    ],
+)
+def test_other_commands_too_say_it_before_a_folder_is_made(
+    missing: str | None,
+    command: list[object],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if missing is not None:
+        monkeypatch.setitem(sys.modules, missing, None)
+    assert odc(*command, "--output", tmp_path / "out") == 2
+    assert message in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_adapters_need_weights_to_adapt(
     options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,40 +178,3 @@ def test_adapters_need_weights_to_adapt(
     model = tmp_path / "model" / "config.json"
     assert odc("train", *options, "--model", model, "--lora", 4) == 2
     assert f"odc: lora: {model} holds no weights to adapt; name a model folder" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("missing", ["PIL", "soundfile"])
-def test_train_mm_says_what_is_missing_before_it_makes_a_folder(
-    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    assert odc("train-mm", "--demo", "--output", tmp_path / "out") == 2
-    assert f"train-mm needs {missing}: pip install -e '.[multimodal]'" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (["--plan", "split"], "plan: train-mm balances each phase and splits no sample; choose one by --arm"),
-        (["--arm", "odc-split"], "arm must be one of fsdp2/none,"),
-        (["--arms", "odc/full, odc/split"], "odc/full, not 'odc/split'"),
-    ],
-)
-def test_train_mm_refuses_a_plan_it_does_not_have_before_it_makes_a_folder(
-    asked: list[str], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("soundfile", reason="needs the multimodal extra")
-    assert odc("train-mm", "--demo", *asked, "--output", tmp_path / "out") == 2
-    shown = capfd.readouterr().err
-    assert said in shown and shown.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_compare_says_what_is_missing_before_it_makes_a_folder(
-    options: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert odc("compare", *options, "--output", tmp_path / "out") == 2
-    assert "training a model needs transformers: " in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -5,36 +5,40 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from support import engines
+import torch
+import torch.distributed as dist
+from support.engines import SIZE, pattern, serving
+from support.failing import until_ended
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
+from support.rank_worker import tell
 from support.ranks import RankPool
 
-from odc.errors import UnsupportedError
-from odc.net.engines import choose_engine, nixl
+from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.net.engines import Engine, choose_engine, nixl
 from odc.net.engines.nixl import EXTRA, installed, interface_of, rdma_devices
 
 ENGINES = (
     "sockets",
     pytest.param("nixl", marks=pytest.mark.skipif(installed() is None, reason=f"needs NIXL: {EXTRA}")),
 )
-WITH_STAGED = (*ENGINES, "staged")
 Run = Callable[..., list[object]]
 _numbers = itertools.count()
 
 
 def fresh() -> str:
-    """A name for a meeting."""
-    return f"meeting{next(_numbers)}"
+    """A name under which the engines of a test find each other."""
+    return f"engines{next(_numbers)}"
 
 
 @pytest.fixture(params=["hosts", "loopback"])
 def run(request: pytest.FixtureRequest) -> Run:
-    """`run(task, engine)` runs a task of the suite on two ranks."""
+    """`run(task, engine)` runs a task on two ranks."""
     if request.param == "hosts":
         pool = request.getfixturevalue("host_ranks")(2, 1)
     else:
@@ -43,37 +47,211 @@ def run(request: pytest.FixtureRequest) -> Run:
     return lambda task, engine: pool.run(task, engine, fresh())
 
 
-@pytest.mark.parametrize("engine", WITH_STAGED)
-@pytest.mark.parametrize(
-    "task", [engines.read_everything, engines.read_at_once, engines.read_what_is_refused, engines.ask_for_numbers]
-)
-def test_reads(run: Run, engine: str, task: Callable[..., object]) -> None:
-    run(task, engine)
-
-
-@pytest.mark.parametrize("engine", WITH_STAGED)
-def test_a_large_region_that_was_exposed_later(run: Run, engine: str) -> None:
-    run(engines.read_a_lot, engine)
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def two() -> Iterator[Hosts]:
     need_hosts()
     with Hosts(2) as hosts:
         yield hosts
 
 
+# reads and numbers ---------------------------------------------------------------------------------------------------
+
+
+def reads_everything(mine: Engine, rank: int, world: int) -> None:
+    """Sizes and offsets, from all peers at a time."""
+    for peer in (other for other in range(world) if other != rank):
+        whole = pattern(peer)
+        for offset, nbytes in ((0, 0), (0, 1), (SIZE - 1, 1), (SIZE, 0), (13, 4097), (1, 1 << 20), (0, SIZE)):
+            into = torch.full((nbytes + 2,), 7, dtype=torch.uint8)
+            mine.read(peer, "heap", offset, into[1:-1])
+            assert torch.equal(into[1:-1], whole[offset : offset + nbytes]), (peer, offset, nbytes)
+            assert into[0] == into[-1] == 7, "bytes beside the destination have changed"
+
+
+def reads_a_lot(mine: Engine, rank: int, world: int) -> None:
+    """64 MiB, of a region that was exposed after another was read."""
+    nbytes = 64 << 20
+    mine.read(1 - rank, "heap", 0, torch.empty(10, dtype=torch.uint8))
+    mine.expose("large", torch.full((nbytes,), rank + 1, dtype=torch.uint8))
+    dist.barrier()
+    into = torch.zeros(nbytes, dtype=torch.uint8)
+    mine.read(1 - rank, "large", 0, into)
+    assert int(into.min()) == int(into.max()) == 2 - rank
+
+
+def reads_at_once(mine: Engine, rank: int, world: int) -> None:
+    """Eight threads, each its own places."""
+    whole, wrong = pattern(1 - rank), list[object]()
+
+    def live(number: int) -> None:
+        try:
+            for turn in range(6):
+                at = (number * 6 + turn) * 50_021
+                into = torch.empty(50_021, dtype=torch.uint8)
+                mine.read(1 - rank, "heap", at, into)
+                if not torch.equal(into, whole[at : at + 50_021]):
+                    wrong.append((number, turn))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=live, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+
+
+def reads_what_is_refused(mine: Engine, rank: int, world: int) -> None:
+    mine.expose("brief", pattern(9, 100))
+    dist.barrier()
+    mine.withdraw("brief")
+    dist.barrier()
+    into = torch.empty(100, dtype=torch.uint8)
+    for region, offset in (("heaps", 0), ("brief", 0), ("heap", SIZE - 99), ("heap", 1 << 63)):
+        with pytest.raises(PeerLostError, match=f"rank {rank}, reading shards of rank {1 - rank}: .*{region}"):
+            mine.read(1 - rank, region, offset, into, what="shards")
+        mine.read(1 - rank, "heap", 0, into)
+        assert torch.equal(into, pattern(1 - rank)[:100])
+    with pytest.raises(ValueError, match="uint8"):
+        mine.read(1 - rank, "heap", 0, torch.empty(10))
+    with pytest.raises(ValueError, match="exposed already"):
+        mine.expose("heap", into)
+
+
+def asks_for_numbers(mine: Engine, rank: int, world: int) -> None:
+    """Eight threads, beside one that reads: each number is given once."""
+    numbers, given = itertools.count(), list[int]()
+    mine.answer("heap", lambda: next(numbers).to_bytes(8, "big"))
+    mine.answer("nothing", bytes)
+    dist.barrier()
+
+    def live() -> None:
+        given.extend(int.from_bytes(mine.ask(1 - rank, "heap"), "big") for _ in range(25))
+
+    threads = [threading.Thread(target=live) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    into = torch.empty(100, dtype=torch.uint8)
+    mine.read(1 - rank, "heap", 0, into)
+    assert torch.equal(into, pattern(1 - rank)[:100]), "a region of that name is another thing"
+    for thread in threads:
+        thread.join()
+    assert sorted(given) == list(range(200))
+    assert mine.ask(1 - rank, "nothing") == b""
+    dist.barrier()
+    mine.withdraw("nothing")
+    dist.barrier()
+    said = f"rank {rank}, reading a number of rank {1 - rank}: it does not answer 'nothing'"
+    with pytest.raises(PeerLostError, match=said):
+        mine.ask(1 - rank, "nothing", what="a number")
+    with pytest.raises(ValueError, match="answered already"):
+        mine.answer("heap", bytes)
+
+
+def serves_and_reads(rank: int, world: int, engine: str, name: str) -> None:
+    with serving(rank, engine, name) as mine:
+        for part in (reads_everything, reads_a_lot, reads_at_once, reads_what_is_refused, asks_for_numbers):
+            part(mine, rank, world)
+            dist.barrier()
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "staged"])
+def test_what_is_served_is_read(run: Run, engine: str) -> None:
+    run(serves_and_reads, engine)
+
+
+# ranks that die, stop, or cannot be reached --------------------------------------------------------------------------
+
+
+def read_on(mine: Engine, into: torch.Tensor, what: str, check: Callable[[str], None] = lambda doing: None) -> None:
+    """Read from rank 1 until that raises."""
+    while True:
+        mine.read(1, "heap", 0, into, what=what, check=check)
+
+
+def read_from_the_dying(rank: int, world: int, engine: str, name: str) -> tuple[str, int | None, float] | None:
+    """Rank 1 leaves a child, as a data loader's worker; the test kills it while it is read from."""
+    with serving(rank, engine, name) as mine:
+        into = torch.empty(SIZE, dtype=torch.uint8)
+        mine.read(1 - rank, "heap", 0, into)
+        dist.barrier()
+        if rank == 1:
+            child = os.fork()
+            if child == 0:
+                time.sleep(20)
+                os._exit(0)
+            tell(child)
+            time.sleep(600)
+        tell(None)
+        with pytest.raises(PeerLostError) as caught:
+            read_on(mine, into, "shards")
+        return str(caught.value), caught.value.culprit, time.monotonic()
+
+
+def read_from_the_stopped(rank: int, world: int, engine: str, name: str) -> float | None:
+    """Rank 1 is stopped for a while by the test: the read takes that long, and no longer than it must."""
+    nbytes = 64 << 20
+    with serving(rank, engine, name) as mine:
+        mine.expose("large", torch.full((nbytes,), rank + 1, dtype=torch.uint8))
+        dist.barrier()
+        into = torch.zeros(nbytes, dtype=torch.uint8)
+        longest = 0.0
+        tell(None)
+        end = time.monotonic() + 6.0  # both read all the time; one of them is stopped within
+        while time.monotonic() < end:
+            begin = time.monotonic()
+            mine.read(1 - rank, "large", 0, into)
+            longest = max(longest, time.monotonic() - begin)
+        assert int(into.min()) == int(into.max()) == 2 - rank
+        dist.barrier()
+        return longest
+
+
+def read_until_aborted(rank: int, world: int, engine: str, name: str) -> None:
+    """Rank 1 stops itself: a rank that waits for it learns of an abort all the same."""
+    with serving(rank, engine, name) as mine:
+        into = torch.empty(SIZE, dtype=torch.uint8)
+        mine.read(1 - rank, "heap", 0, into)
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+
+        def check(doing: str) -> None:
+            raise PeerLostError(f"aborted while {doing}")
+
+        with pytest.raises(PeerLostError, match="aborted while reading sums of rank 1"):
+            read_on(mine, into, "sums", check)
+
+
+def read_with_little_patience(rank: int, world: int, engine: str, name: str) -> str | None:
+    """Rank 1 stops itself, and is woken by the test."""
+    with serving(rank, engine, name) as mine:
+        into = torch.empty(100, dtype=torch.uint8)
+        mine.read(1 - rank, "heap", 0, into)
+        dist.barrier()
+        mine._connections._timeout_s = 1.0
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return None
+        tell(None)
+        with pytest.raises(WaitTimeoutError) as caught:
+            read_on(mine, into, "shards")
+        assert caught.value.culprit == 1
+        return str(caught.value)
+
+
 def ended(job: HostRanks, rank: int) -> object:
     """What the rank returned."""
-    while not job.outcomes[rank].answered and job.outcomes[rank].exit_code is None:
-        job.receive(0.05)
+    until_ended(job, [rank])
     assert job.outcomes[rank].error is None, job.outcomes[rank].describe()
     return job.outcomes[rank].value
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_death_during_reads_is_named_though_a_child_lives(two: Hosts, engine: str) -> None:
-    with spawn_on_hosts(two, 1, engines.read_from_the_dying, engine, fresh()) as job:
+    with spawn_on_hosts(two, 1, read_from_the_dying, engine, fresh()) as job:
         job.until_told(1)
         killed = job.kill(1)
         said, culprit, at = ended(job, 0)  # type: ignore[misc]
@@ -86,7 +264,7 @@ def test_a_death_during_reads_is_named_though_a_child_lives(two: Hosts, engine: 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_is_not_dead(two: Hosts, engine: str, stopped: int) -> None:
-    with spawn_on_hosts(two, 1, engines.read_from_the_stopped, engine, fresh()) as job:
+    with spawn_on_hosts(two, 1, read_from_the_stopped, engine, fresh()) as job:
         job.until_told(1)
         time.sleep(1.0)
         job.signal(stopped, signal.SIGSTOP)
@@ -97,7 +275,7 @@ def test_a_rank_that_is_stopped_is_not_dead(two: Hosts, engine: str, stopped: in
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_is_stopped_for_too_long_is_named(two: Hosts, engine: str) -> None:
-    with spawn_on_hosts(two, 1, engines.read_with_little_patience, engine, fresh()) as job:
+    with spawn_on_hosts(two, 1, read_with_little_patience, engine, fresh()) as job:
         said = str(ended(job, 0))
         job.signal(1, signal.SIGCONT)
     assert said.startswith("rank 0, reading shards of rank 1: not")
@@ -105,17 +283,18 @@ def test_a_rank_that_is_stopped_for_too_long_is_named(two: Hosts, engine: str) -
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_who_waits_for_a_rank_learns_of_an_abort(two: Hosts, engine: str) -> None:
-    with spawn_on_hosts(two, 1, engines.read_until_aborted, engine, fresh()) as job:
+def test_a_rank_that_waits_for_another_learns_of_an_abort(two: Hosts, engine: str) -> None:
+    with spawn_on_hosts(two, 1, read_until_aborted, engine, fresh()) as job:
         ended(job, 0)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_host_that_cannot_be_reached_is_lost(two: Hosts, engine: str) -> None:
-    with spawn_on_hosts(two, 1, engines.read_from_the_dying, engine, fresh()) as job:
+def test_a_host_that_cannot_be_reached_is_lost(engine: str) -> None:
+    need_hosts()
+    with Hosts(2) as hosts, spawn_on_hosts(hosts, 1, read_from_the_dying, engine, fresh()) as job:
         job.until_told(1)
-        two.drop(1)
+        hosts.drop(1)
         begin = time.monotonic()
         said, culprit, at = ended(job, 0)  # type: ignore[misc]
     assert culprit == 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from support.conformance import HeapConformance
-from support.groups import shm_group
-from support.memory_files import without_a_device
+from support.heaps import shm_group, without_a_device
 
 
 class TestShmHeap(HeapConformance):

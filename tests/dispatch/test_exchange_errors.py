@@ -16,7 +16,7 @@ from support.toy import ENCODERS, POLICIES
 
 from odc.dispatch import BalancePolicy, Phase, Rearrangement, Records
 from odc.dispatch.exchange import BACK
-from odc.dispatch.exchange.meeting import Meeting
+from odc.dispatch.exchange.checked_group import CheckedGroup
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
@@ -153,7 +153,7 @@ def test_collectives_are_refused_over_ranks_that_do_not_rise() -> None:
     """Torch would sort them, and rows would land at other instances than planned."""
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedError, match=r"over ranks \(2, 0, 1\), which do not rise"):
-        Meeting(store, "data", (2, 0, 1), "gloo", 60.0)
+        CheckedGroup(store, "data", (2, 0, 1), "gloo", 60.0)
 
 
 # plans ------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the probes say of machines and installations that are not here; of this one, `odc doctor` says it."""
+"""What the probes report of machines and installations that are not here."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_exchange_and_messages_of_any_size():
 
 
 class Watched:
-    """A store that counts the bytes of messages that lie in it, and says when their sender waits."""
+    """A store that counts the bytes of messages that lie in it, and records when their sender waits."""
 
     def __init__(self) -> None:
         self._store = dist.HashStore()

@@ -85,7 +85,7 @@ def test_a_rank_without_requests_must_be_able_to_make_one():
 
 def test_counts_are_checked():
     plan = RequestPlan({"x": (2, 3)}, 0)
-    with pytest.raises(PlanError, match="member 0 has 1 requests of 'x', the plan says 2"):
+    with pytest.raises(PlanError, match="member 0 has 1 requests of 'x', the plan has 2"):
         pad_requests(["a"], plan, "x")
     padded = pad_requests(["a", "b"], plan, "x")
     with pytest.raises(ResultsError, match="3 requests were run, but there are 2 responses"):

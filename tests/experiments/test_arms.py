@@ -16,7 +16,7 @@ from odc.experiments.arms import run_minibatch, shard_model
 from odc.experiments.compare import CompareConfig, run_arms
 from odc.experiments.config import JobConfig
 from odc.experiments.preflight import check_arm, preflight
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextWorkload
 from odc.memory import atomics, plain_x86_64
 from odc.trace import COLLECTIVE, FETCH, PUSH, recorder
 
@@ -29,24 +29,6 @@ def test_without_libatomic_the_dynamic_arm_is_refused_before_anything_is_read(tm
             run_arms(CompareConfig(TextWorkload(job), arms=("odc", "odc-dynamic")), print)
         with pytest.raises(UnsupportedError, match="apt-get install libatomic1"):
             preflight(job.with_(arm="odc-dynamic"))
-
-
-def unequal_counts(rank: int, world: int, name: str) -> list[float]:
-    """Gradients after 3 microbatches on rank 0 and one elsewhere; the root has no parameters of its own."""
-    torch.manual_seed(0)
-    arm, model = ARMS[name], torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))  # type: ignore[index]
-    shard_model(arm, model, list(model), Settings(timeout_s=60.0))
-    for _ in range(2):
-        model.zero_grad()
-        own = 1 if rank else 3
-        dummies = int(arm.transport == "resident")
-
-        def backward(m: int, own: int = own) -> None:
-            (model(torch.full((1, 4), 1.0 + m)).sum() * (1.0 if m < own else 0.0)).backward()
-
-        run_minibatch(arm, model, own + dummies, backward)
-    whole = [parameter.grad.full_tensor().flatten() for parameter in model.parameters()]  # type: ignore[union-attr]
-    return torch.cat(whole).tolist()  # type: ignore[no-any-return]
 
 
 def collectives(rank: int, world: int, name: ArmName, counts: list[int]) -> dict[str, Any]:
@@ -91,15 +73,3 @@ def test_a_hybrid_arm_needs_two_nodes_and_says_so_first(tmp_path: Path, count: i
     ):
         CompareConfig(TextWorkload(job), arms=("odc", "odc-hybrid"))
     assert CompareConfig(TextWorkload(job.with_(ranks=2 * per_node)), arms=("odc-hybrid",)).arms == ("odc-hybrid",)
-
-
-@pytest.mark.parametrize("name", ["fsdp2-resident", "odc"])
-def test_ranks_may_run_unequal_counts(name: str, ranks: Callable[[int], Any]) -> None:
-    first, second = ranks(2).run(unequal_counts, name)
-    assert first == second
-    torch.manual_seed(0)
-    alone = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
-    for scale in (1.0, 2.0, 3.0, 1.0):
-        (alone(torch.full((1, 4), scale)).sum() / 2).backward()
-    whole = torch.cat([parameter.grad.flatten() for parameter in alone.parameters()])  # type: ignore[arg-type, union-attr]
-    assert first == pytest.approx(whole.tolist())

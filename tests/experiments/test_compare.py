@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.tiny_job import tiny_job
@@ -23,11 +24,11 @@ from odc.experiments.compare import (
     typical_windows,
     write_pictures,
 )
+from odc.experiments.config import DEFAULT_ARMS
 from odc.experiments.report import report, write_report
 from odc.experiments.results import ArmRun, JobResult, SkippedStep
 from odc.experiments.table import table, tables
-from odc.experiments.text.step import TextStep
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextStep, TextWorkload
 from odc.trace import (
     COLLECTIVE,
     COMPUTE,
@@ -63,20 +64,14 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, change: dict, messag
         CompareConfig(job(tmp_path), **change)
 
 
-def test_a_comparison_needs_a_folder_and_does_not_save(tmp_path: Path) -> None:
+def test_a_comparison_needs_a_folder_and_has_defaults(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs an output folder"):
         CompareConfig(TextWorkload(tiny_job(tmp_path)))
     with pytest.raises(ConfigError, match="neither resumes, exports nor saves"):
         CompareConfig(job(tmp_path, save_every=1))
-
-
-def test_losses_are_compared_with_fsdp2_or_the_first(tmp_path: Path) -> None:
+    assert CompareConfig(job(tmp_path)).arms == ("fsdp2", "fsdp2-resident", "odc-equal", "odc")
     assert CompareConfig(job(tmp_path), arms=("odc", "fsdp2")).reference == "fsdp2"
     assert CompareConfig(job(tmp_path), arms=("odc", "odc-equal")).reference == "odc"
-
-
-def test_unless_told_otherwise_four_arms_are_compared(tmp_path: Path) -> None:
-    assert CompareConfig(job(tmp_path)).arms == ("fsdp2", "fsdp2-resident", "odc-equal", "odc")
 
 
 def spans_of(compute_ms: Sequence[int], gather_ms: int = 0) -> list[Span]:
@@ -147,14 +142,10 @@ def test_figures_are_medians_over_repeats_then_over_steps(figures: dict) -> None
     )
 
 
-def test_only_real_tokens_of_counted_steps_are_counted(figures: dict) -> None:
+def test_speed_losses_memory_and_plan_are_there(figures: dict) -> None:
     odc = figures["arms"]["odc"]
     assert odc["tokens_per_s"] == pytest.approx({"median": 2500.0, "min": 2000.0, "max": 3000.0})
     assert odc["total"] == pytest.approx({"seconds": 0.22, "samples_per_s": 8 / 0.22, "tokens_per_s": 550 / 0.22})
-
-
-def test_losses_memory_and_plan_are_there(figures: dict) -> None:
-    odc = figures["arms"]["odc"]
     assert odc["loss"]["final"] == 2.0
     assert odc["loss"]["largest_difference"] == pytest.approx(1e-6)
     assert figures["arms"]["fsdp2"]["loss"]["largest_difference"] == 0.0
@@ -179,50 +170,39 @@ def test_the_json_comes_back_and_every_key_is_documented(figures: dict, tmp_path
     assert figures.keys() | figures["arms"]["odc"].keys() <= named
 
 
+def shown(*tables: Any) -> str:
+    """What a terminal of 80 columns shows of them, with no cell cut."""
+    console, text = pytest.importorskip("rich.console", reason="needs the cli extra"), io.StringIO()
+    for one in tables:
+        console.Console(file=text, width=80).print(one)
+    assert "…" not in text.getvalue()
+    return text.getvalue()
+
+
 def test_the_table_fits_80_columns(figures: dict) -> None:
-    console = pytest.importorskip("rich.console", reason="needs the cli extra")
-    shown = io.StringIO()
-    figures["arms"] = {
-        "fsdp2": figures["arms"]["fsdp2"],
-        "fsdp2-resident": figures["arms"]["odc"],
-        "odc-equal": figures["arms"]["odc"],
-        "odc": figures["arms"]["odc"],
-    }
-    console.Console(file=shown, width=80).print(table(figures))
-    text = shown.getvalue()
-    assert "…" not in text
+    figures["arms"] = dict.fromkeys(DEFAULT_ARMS, figures["arms"]["odc"]) | {"fsdp2": figures["arms"]["fsdp2"]}
+    text = shown(table(figures))
     assert re.search(r"bubble, measured +18.2% +0.0% +0.0% +0.0%", text)
     assert re.search(r"peak memory, MiB +201 +201", text)
     assert re.search(r"between passes +20 +20", text)
     assert re.search(r"steal by the host +- +2.0% +2.0%", text)
     assert "each the median of 3 runs" in " ".join(text.split())
     figures["arms"]["odc-dynamic"] = figures["arms"]["odc"]
-    shown = io.StringIO()
-    console.Console(file=shown, width=80).print(table(figures))
-    assert "…" not in shown.getvalue() and "odc-dynamic" in shown.getvalue()
+    figures["job"] |= {"slow": "1:1.5,0:2", "device": "cuda"}
+    said = " ".join(shown(table(figures)).split())
+    for text in ("odc-dynamic", "fp32, on CUDA", "the fsdp2 arms' wait is for NCCL, late ranks and transfer together"):
+        assert text in said
+    assert "rank 1 slowed 1.5x and rank 0 slowed 2x (emulated: it sleeps after every microbatch)" in said
 
 
 def test_many_arms_are_spread_over_tables_that_fit(figures: dict) -> None:
-    console = pytest.importorskip("rich.console", reason="needs the cli extra")
     figures["arms"] = dict.fromkeys(ARM_NAMES, figures["arms"]["odc"])
-    shown = io.StringIO()
-    for one in tables(figures, 80):
-        console.Console(file=shown, width=80).print(one)
-    text = shown.getvalue()
-    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    text = shown(*tables(figures, 80))
+    assert max(map(len, text.splitlines())) <= 80
     headings = " ".join(re.findall("^ +(?:fsdp2|odc).*$", text, re.MULTILINE))
     assert headings.split() == list(ARM_NAMES)
     assert text.count("Medians over") == 1 and text.count("final loss") > 1
     assert len(tables(figures, 300)) == 1
-
-
-def test_the_table_says_that_slowness_is_emulated(figures: dict) -> None:
-    console = pytest.importorskip("rich.console", reason="needs the cli extra")
-    shown = io.StringIO()
-    figures["job"]["slow"] = "1:1.5,0:2"
-    console.Console(file=shown, width=80).print(table(figures))
-    said = " ".join(shown.getvalue().split())
-    assert "rank 1 slowed 1.5x and rank 0 slowed 2x (emulated: it sleeps after every microbatch)" in said
 
 
 def test_pictures_and_traces_are_written_from_the_ranks_files(tmp_path: Path) -> None:
@@ -238,17 +218,6 @@ def test_pictures_and_traces_are_written_from_the_ranks_files(tmp_path: Path) ->
     assert written["timeline"].read_bytes().startswith(b"\x89PNG")
     events = json.loads(gzip.decompress(written["trace fsdp2"].read_bytes()))["traceEvents"]
     assert {event.get("cat") for event in events} >= {"fetch", "optimizer"}
-
-
-def test_on_cuda_the_table_says_what_is_timed(tmp_path: Path) -> None:
-    config = CompareConfig(job(tmp_path, device="cuda"), arms=("fsdp2", "odc"))
-    run = run_of([[99, 60, 20], [99, 100, 100]], [3.0, 2.5, 2.0])
-    made = report(config, {"fsdp2": [run], "odc": [run]}, ["odc", "compare"])
-    assert made["arms"]["fsdp2"]["bubble"]["median"] > 0
-    console, shown = pytest.importorskip("rich.console", reason="needs the cli extra"), io.StringIO()
-    console.Console(file=shown, width=80).print(table(made))
-    said = " ".join(shown.getvalue().split())
-    assert "fp32, on CUDA" in said and "the fsdp2 arms' wait is for NCCL, late ranks and transfer together" in said
 
 
 def test_the_windows_drawn_are_the_most_typical_of_all_repeats() -> None:

@@ -1,4 +1,4 @@
-"""Where a job computes: what is refused before ranks start, and what a comparison on CUDA says of its arms."""
+"""Where a job computes: what is refused before ranks start, and which arms a comparison on CUDA may have."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from odc.errors import ConfigError, UnsupportedError
 from odc.experiments import device
 from odc.experiments.compare import CompareConfig, run_arms
 from odc.experiments.config import JobConfig
-from odc.experiments.device import backend, device_clock, settle, take_device
+from odc.experiments.device import backend, settle, take_device
 from odc.experiments.preflight import preflight
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextWorkload
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -75,17 +75,6 @@ def test_ranks_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
     assert take_device("cpu", 2) == torch.device("cpu") and len(taken) == 3
     settle(torch.device("cpu"))
-
-
-def test_slowness_is_emulated_on_processors_alone(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="slow emulates a slower processor"):
-        job(tmp_path, slow="1:2")
-    with pytest.raises(ConfigError, match="device must be one of cpu, cuda, not 'tpu'"):
-        tiny_job(tmp_path, device="tpu")
-
-
-def test_the_processor_is_timed_by_its_own_clock() -> None:
-    assert device_clock(torch.device("cpu")) is None
 
 
 _SIZE = 64 << 20

@@ -41,7 +41,7 @@ def on_both(function: Callable[[HostTeam], Any]) -> list[Any]:
 
 @pytest.fixture
 def sites(monkeypatch: pytest.MonkeyPatch) -> list[LaunchSite]:
-    """Where ranks would have been launched; those that are told so fail."""
+    """Where ranks would have been launched; those of a failing entry fail."""
     found: list[LaunchSite] = []
 
     def launch(entry: Callable[[int], Any], *args: Any, ranks: int, site: LaunchSite) -> list[Any]:
@@ -120,8 +120,8 @@ def test_a_host_that_ends_is_not_waited_for(sites: list[LaunchSite], wrong: int)
 
 @pytest.mark.parametrize(("here", "world"), [("2", "6"), ("4", "6"), ("2", "5")])
 def test_hosts_with_unequally_many_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, here: str, world: str) -> None:
-    told = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here, "WORLD_SIZE": world}
-    for name, value in (told | {"MASTER_PORT": "1", "MASTER_ADDR": "a"}).items():
+    environment = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here, "WORLD_SIZE": world}
+    for name, value in (environment | {"MASTER_PORT": "1", "MASTER_ADDR": "a"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{world} ranks on 2 hosts, {here} of them here: every host must start"):
         HostTeam.of_torchrun()
@@ -140,6 +140,6 @@ def on_one_clock(rank: int, world: int) -> tuple[Any, ...]:
 def test_clocks_of_hosts_are_brought_together(ranks: Callable[[int], Any]) -> None:
     for rank, (found, offset, error, start, end) in enumerate(ranks(4).run(on_one_clock)):
         assert found == (0, 0, 1, 1)
-        assert abs(offset + AHEAD_NS[rank]) <= error, "it is off by no more than it says"
+        assert abs(offset + AHEAD_NS[rank]) <= error, "it is off by no more than its error"
         assert (offset, error) == (0, 0) if rank < 2 else error > 0
         assert (start - 7, end - start) == (offset + AHEAD_NS[rank], 2)

@@ -8,7 +8,7 @@ import time
 import pytest
 from support.failing import NOTICED_S, STEPS, end, until_ended
 from support.faults import DEADLINE_S, ERROR, STEP, Fault, train
-from support.host_ranks import HostRanks, spawn_on_hosts
+from support.host_ranks import spawn_on_hosts
 from support.hosts import Hosts, need_hosts
 from support.ranks import RankOutcome, spawn_ranks
 
@@ -107,7 +107,7 @@ def test_over_hosts(fault: Fault) -> None:
     ):
         began = 0.0
         if fault.when == "any" or fault.how == "cut":
-            until_told(job, range(fault.world) if fault.when == "any" else fault.ranks)
+            job.until_told(1, range(fault.world) if fault.when == "any" else fault.ranks)
             began = time.monotonic()
         if fault.how == "cut":
             hosts.drop(fault.culprit)
@@ -121,14 +121,6 @@ def test_over_hosts(fault: Fault) -> None:
 
 def steps(fault: Fault) -> int:
     return STEP + 1 if fault.when == "shutdown" else STEPS
-
-
-def until_told(job: HostRanks, ranks: range) -> None:
-    """Wait until these ranks have told that they train, or are at the moment of the fault."""
-    for rank in ranks:
-        while not (outcome := job.outcomes[rank]).told:
-            assert not outcome.failed, outcome.describe()
-            job.receive(0.05)
 
 
 def judge(fault: Fault, outcomes: list[RankOutcome], began: float) -> None:

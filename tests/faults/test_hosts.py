@@ -31,10 +31,7 @@ def two() -> Iterator[Hosts]:
 
 def trained(job: HostRanks) -> None:
     """Return once every rank has made two steps, and is in the midst of another."""
-    for outcome in job.outcomes:
-        while not outcome.told:
-            assert not outcome.failed, outcome.describe()
-            job.receive(0.05)
+    job.until_told(1)
     time.sleep(0.3)
 
 
@@ -92,7 +89,7 @@ def train_through(rank: int, world: int, cut: str, pause: int) -> list[float]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("pause", [0, 4])
-def test_a_job_trains_on_after_a_cut_that_is_shorter_than_it_was_told_to_wait(tmp_path: Path, pause: int) -> None:
+def test_a_job_trains_on_after_a_cut_that_is_shorter_than_lost_after_s(tmp_path: Path, pause: int) -> None:
     """Before the first minibatch there is no link, and ranks watch each other."""
     need_hosts()
     found = []
@@ -160,15 +157,9 @@ def stay(point: str) -> None:
     time.sleep(10_000)
 
 
-def until_told(job: HostRanks, rank: int, point: str) -> None:
-    while point not in job.outcomes[rank].told:
-        assert not job.outcomes[rank].failed, job.outcomes[rank].describe()
-        job.receive(0.05)
-
-
 def until_all_begin(job: HostRanks, culprit: int, point: str) -> None:
-    for rank in range(3):
-        until_told(job, rank, point if rank == culprit else "begins")
+    points = [point if rank == culprit else "begins" for rank in range(3)]
+    job.until(lambda: all(one in job.outcomes[rank].told for rank, one in enumerate(points)), str(points))
 
 
 def between_roots(rank: int, world: int) -> None:

@@ -122,10 +122,10 @@ def opened() -> Iterator[contextlib.ExitStack]:
 @pytest.mark.parametrize(
     "start", ["env", *(pytest.param(s, marks=pytest.mark.thorough) for s in ("spawn", "torchrun", "file"))]
 )
-def test_the_end_of_the_stores_host_before_the_first_minibatch_is_told(
+def test_the_end_of_the_stores_host_before_the_first_minibatch_is_named(
     tmp_path: Path, opened: contextlib.ExitStack, start: str
 ) -> None:
-    """Rank 0 hosts the store; under torchrun the launcher does, and of a file nobody."""
+    """Rank 0 hosts the store; under torchrun the launcher does, and a file needs no host."""
     job = Started(tmp_path, start, "killed", opened)
     for rank in range(WORLD):
         job.text(f"ready{rank}")

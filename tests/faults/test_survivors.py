@@ -35,7 +35,7 @@ def test_an_exception_inside_a_minibatch_of_two_roots_reaches_every_rank(nothing
 
 
 def every_call_raises(rank: int, world: int) -> None:
-    """Once aborted, a root stays aborted: whoever swallows the error meets it again."""
+    """Once aborted, a root stays aborted: a rank that swallows the error meets it again."""
     model, _ = job(rank, world)
     backward(model, rank, 0)
     tell("ready")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from support.failing import end
-from support.leaks import assert_nothing_left, shared_files
 from support.machines import LAYOUT, Rank
 from support.members import HeapGroup
 from support.ranks import RankOutcome, spawn_ranks
@@ -17,20 +16,17 @@ from odc.settings import Settings
 
 
 @pytest.fixture
-def ended() -> Iterator[Callable[..., list[RankOutcome]]]:
+def ended(nothing_left: list[int]) -> Callable[..., list[RankOutcome]]:
     """`ended(program, *args)` runs a program on two ranks, or `world`, that are started for it, to their end.
 
     Nothing of theirs may be left when the test ends.
     """
-    files, pids = shared_files(), list[int]()
 
     def run(program: Callable[..., object], *args: object, world: int = 2) -> list[RankOutcome]:
         with spawn_ranks(world, program, *args) as job:
-            return end(job, pids)
+            return end(job, nothing_left)
 
-    yield run
-    assert pids, "the test has started no ranks"
-    assert_nothing_left(pids, files)
+    return run
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,14 +17,13 @@ from support.extent import examples
 from support.failing import end
 from support.models import Case, adamw, build, own_gradients, own_parameters
 from support.on_ranks import on_ranks
-from support.ranks import RankPool, spawn_ranks
+from support.ranks import Pools, RankPool, spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import odc
 from odc import AbandonedMinibatchError, Settings, fully_shard
 from odc.errors import UnfinishedMinibatchError
 
-Pools = Callable[[int], RankPool]
 Where = Literal["forward", "backward", "asked"]
 
 EXACT = Settings(reproducible=True)

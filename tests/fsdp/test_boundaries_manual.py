@@ -10,7 +10,7 @@ import torch
 from support.models import own_gradients
 from support.on_ranks import on_ranks
 from support.programs import backward, new
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
 
@@ -18,7 +18,6 @@ import odc
 from odc import OdcError, fully_shard
 from odc.errors import UnfinishedMinibatchError, UnsupportedError
 
-Pools = Callable[[int], RankPool]
 Gradients = dict[str, torch.Tensor | None]
 
 

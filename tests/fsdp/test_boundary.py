@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from support.leaks import memfd_inodes
 from support.models import Case, build, own_gradients, own_parameters, tokens, train
 from support.on_ranks import on_ranks
 from support.programs import PLAIN, Make, Programs, Result, backward, new
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -52,11 +51,11 @@ def no_collectives(rank: int, world: int, settings: Settings, hybrid: bool) -> N
 
 
 @pytest.mark.parametrize("accumulate", ["server", "direct"])
-def test_no_collective_from_the_first_forward_on(ranks: Callable[[int], RankPool], accumulate: Any) -> None:
+def test_no_collective_from_the_first_forward_on(ranks: Pools, accumulate: Any) -> None:
     ranks(2).run(no_collectives, Settings(accumulate=accumulate), False)
 
 
-def test_no_collective_with_replicas(ranks: Callable[[int], RankPool]) -> None:
+def test_no_collective_with_replicas(ranks: Pools) -> None:
     ranks(4).run(no_collectives, Settings(), True)
 
 
@@ -235,7 +234,7 @@ def average_swapped_in_and_out(make: Make, rank: int, world: int) -> Result:
 
 
 @PROGRAMS.each()
-def test_equals_torch_to_the_bit(ranks: Callable[[int], RankPool], program: Any) -> None:
+def test_equals_torch_to_the_bit(ranks: Pools, program: Any) -> None:
     ranks(2).run(program)
 
 

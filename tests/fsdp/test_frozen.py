@@ -6,7 +6,6 @@ That training beside them is FSDP2's is for tests/parity ("frozen", "adapters").
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +15,12 @@ from support.models import Case, own_parameters, tokens
 from support.models import train as run_all
 from support.on_ranks import on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
 from odc.errors import PeerLostError, UnsupportedError
 from odc.fsdp.root import root_of
-
-Pools = Callable[[int], RankPool]
 
 ADAPTERS = Case(counts=((1, 1),), frozen="base")
 PROGRAMS = Programs()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.compare import differences
-from support.exact import Exact, SignStep, await_sums_in_backward, batch, train
+from support.exact import Exact, SignStep, await_sums_in_backward, batch, changed_by_rounding, train
+from support.host_ranks import HostPools
 from support.on_ranks import on_hosts
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 import odc
 from odc import Settings, fully_shard
@@ -25,8 +24,6 @@ from odc.errors import AbandonedMinibatchError, UnsupportedError
 from odc.fsdp import default_store
 from odc.runtime import Arena
 from odc.runtime.daemon import ask_all
-
-HostPools = Callable[[int, int], Any]
 
 
 def same(rank: int, world: int, counts: tuple[tuple[int, ...], ...], settings: Settings, marks: str = "none") -> int:
@@ -247,29 +244,14 @@ def test_sums_cross_while_backward_goes_on(rank: int, world: int) -> None:
 
 @on_hosts(2, 2)
 def test_rounded_sums_equal_plain_torch(rank: int, world: int) -> None:
-    """Gradients with bf16 sums are those of plain torch where each sum of another host's ranks is rounded once."""
-    model, whole = Exact(), [Exact() for _ in range(world)]
-    settings = Settings(timeout_s=60.0, sums_dtype="bfloat16")
-    for layer in model.layers:
-        fully_shard(layer, settings=settings)
-    fully_shard(model, settings=settings)
+    """With bf16 sums each sum of another host's ranks is rounded once."""
+    model, settings = Exact(), Settings(timeout_s=60.0, sums_dtype="bfloat16")
+    for module in (*model.layers, model):
+        fully_shard(module, settings=settings)
     with model.minibatch():
         for i in range(2):
             model.set_is_last_backward(i == 1)
             (model(batch(rank, 0, i)) * 57.0).sum().backward()
-    for other, one in enumerate(whole):
-        for i in range(2):
-            (one(batch(other, 0, i)) * 57.0).sum().backward()
-    changed = 0
-    for mine, *theirs in zip(model.layers.parameters(), *(one.layers.parameters() for one in whole), strict=True):
-        by_rank = [distribute_tensor(param.grad, mine.device_mesh, mine.placements).to_local() for param in theirs]
-        half, here = world // 2, rank * 2 // world
-        sums = [sum(by_rank[:half]), sum(by_rank[half:])]
-        exact = sum(sums) / world
-        sums[1 - here] = sums[1 - here].bfloat16().float()
-        expected = (sums[0] + sums[1]) / world
-        assert torch.equal(mine.grad.to_local(), expected), f"rank {rank}: {mine.grad.to_local()} {expected}"
-        changed += int((expected != exact).sum())
-    total = torch.tensor(changed)
+    total = torch.tensor(changed_by_rounding(model, rank, world, [(0, 0), (0, 1)]))
     dist.all_reduce(total)
     assert int(total) > 0, "nothing was rounded"

@@ -7,7 +7,6 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from support.host_ranks import HostPools, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch import nn
 
 from odc import Settings, fully_shard
@@ -91,7 +90,7 @@ def test_threads_are_as_documented_and_none_runs_while_nothing_is_asked(host_ran
         assert not alone
 
 
-def test_on_one_host_there_is_neither_network_nor_link(ranks: Callable[[int], RankPool]) -> None:
+def test_on_one_host_there_is_neither_network_nor_link(ranks: Pools) -> None:
     for names, alone in ranks(2).run(idle):
         assert {"odc-server", "odc-store"} <= set(names), names
         assert alone

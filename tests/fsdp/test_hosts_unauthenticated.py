@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.host_ranks import HostRanks, spawn_on_hosts
-from support.hosts import Host, Hosts, need_hosts
+from support.hosts import NETWORK, Host, Hosts, enter_namespaces, need_hosts
 from support.rank_worker import tell
-from support.setns import NETWORK, enter_namespaces
 from torch import nn
 
 from odc import Settings, fully_shard

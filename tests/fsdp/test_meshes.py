@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from support.compare import differences, own_chunk
 from support.exact import Exact, batch, train
+from support.host_ranks import HostPools
 from support.on_ranks import on_ranks
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
@@ -24,8 +25,6 @@ from odc.fsdp import _torch_compat as compat
 from odc.fsdp import root_of
 from odc.handover import Reader, weight_handle
 
-Pools = Callable[[int], RankPool]
-HostPools = Callable[[int, int], Any]
 Ranks = Sequence[Any]  # of a mesh: int by place, in 2-D a sequence for each replica
 
 SETTINGS = Settings(timeout_s=60.0)

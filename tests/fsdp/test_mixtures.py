@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from support.models import next_token_loss, own_gradients, own_parameters, reduced_exactly, tokens
 from support.on_ranks import on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new
-from support.ranks import RankPool
+from support.ranks import Pools
 
 import odc
 from odc import OdcError, Settings, fully_shard
 
-Pools = Callable[[int], RankPool]
 PROGRAMS = Programs()
 COUNTS = ((1, 3), (2, 0), (0, 2))
 

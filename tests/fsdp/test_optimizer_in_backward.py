@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,13 +9,12 @@ import torch
 from support.models import own_parameters
 from support.on_ranks import on_ranks
 from support.programs import Compared, Make, Programs, Result, backward, new
-from support.ranks import RankPool
+from support.ranks import Pools
 
 from odc import fully_shard
 from odc.errors import UnfinishedMinibatchError
 from odc.fsdp import root_of
 
-Pools = Callable[[int], RankPool]
 programs = Programs()
 
 

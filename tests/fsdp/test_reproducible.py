@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,13 +21,11 @@ from hypothesis import strategies as st
 from support.compare import differences
 from support.extent import examples
 from support.models import Case, build, next_token_loss, own_gradients, tokens
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
 from odc.protocol.push import HostRoute
-
-Pools = Callable[[int], RankPool]
 
 RUNS = 20
 FEWER = 6  # enough for fp32 bits to differ, as `test_the_delays_do_reorder_additions` shows

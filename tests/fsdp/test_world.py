@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from support.compare import assert_same, assert_trained_alike
 from support.models import Case, Run, adamw, build, own_parameters, reduced_exactly, train, train_step
 from support.on_ranks import on_ranks
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,7 +23,6 @@ from odc import Settings, fully_shard
 from odc.errors import UnsupportedError
 from odc.fsdp import root_of
 
-Pools = Callable[[int], RankPool]
 ALL = Case(counts=((1, 3, 2, 0), (2, 0, 1, 1), (0, 0, 4, 1)), idiom="minibatch")
 
 

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from support.device import device_work, own_device
+from support.on_ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc import Settings, fully_shard, shutdown
+from odc.errors import StaleParametersError
 from odc.fsdp import live_roots, root_of
 from odc.protocol import Gradient
 
@@ -199,9 +201,8 @@ def test_no_rank_has_a_context_on_anothers_device(ranks) -> None:
         assert found == [number == rank for number in range(len(found))]
 
 
-def stale(rank: int, world: int) -> str:
-    from odc.errors import StaleParametersError
-
+@on_ranks(2)
+def test_weights_changed_inside_a_minibatch_are_refused(rank: int, world: int) -> None:
     device = own_device(rank)
     model = fully_shard(block(64).to(device), mesh=init_device_mesh("cuda", (world,)))
     with torch.no_grad():
@@ -209,27 +210,18 @@ def stale(rank: int, world: int) -> str:
         model.reshard()  # a root stays unsharded after its forward
         for parameter in model.parameters():
             parameter.to_local().add_(1.0)
-        with pytest.raises(StaleParametersError) as failure:
+        with pytest.raises(StaleParametersError, match="0.weight"):
             model(torch.randn(2, 64, device=device))
         model.publish()
         model(torch.randn(2, 64, device=device))
     leave()
-    return str(failure.value)
 
 
-def test_weights_changed_inside_a_minibatch_are_refused(ranks) -> None:
-    for message in ranks(2).run(stale):
-        assert "0.weight" in message
-
-
-def leaves(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_shutdown_ends_in_good_order(rank: int, world: int) -> None:
     device = own_device(rank)
-    model = fully_shard(block(64).to(device), mesh=init_device_mesh("cuda", (world,)))
-    with model.minibatch():
-        model(torch.randn(2, 64, device=device)).sum().backward()
-    shutdown()
-
-
-def test_shutdown_leaves_in_good_order(ranks) -> None:
-    ranks(2).run(leaves)
-    ranks(2).run(leaves)
+    for _ in range(2):
+        model = fully_shard(block(64).to(device), mesh=init_device_mesh("cuda", (world,)))
+        with model.minibatch():
+            model(torch.randn(2, 64, device=device)).sum().backward()
+        shutdown()

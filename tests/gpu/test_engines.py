@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.device import own_device
-from support.engines import SIZE, meeting, pattern
+from support.engines import SIZE, pattern, serving
 
 from odc.net.engines.nixl import EXTRA, installed
 
@@ -18,7 +18,7 @@ NIXL = pytest.param("nixl", marks=pytest.mark.skipif(installed() is None, reason
 
 def reads(rank: int, world: int, engine: str, name: str) -> None:
     device, peer = own_device(rank), 1 - rank
-    with meeting(rank, engine, name) as mine:
+    with serving(rank, engine, name) as mine:
         memory = pattern(rank).to(device)
         torch.cuda.current_stream().synchronize()
         mine.expose("device", memory)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from support.compare import differences
 from support.device import own_device
-from support.exact import HIDDEN, Exact, SignStep, await_sums_in_backward, batch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from support.exact import Exact, await_sums_in_backward, batch, changed_by_rounding, claimed, train
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
@@ -29,60 +29,27 @@ HERE = {
 }
 
 
-def train(
-    shard: Callable[..., Any], rank: int, mesh: DeviceMesh, counts: Counts, marks: bool = False, **options: Any
-) -> list[torch.Tensor]:
-    """This rank's shards of gradients and parameters after every step, and what an evaluation gives between them.
-
-    With `marks` backwards are marked as a rank's last, of rank 0 in the second minibatch wrongly all.
-    """
-    device = torch.device(mesh.device_type)
-    model, mine = Exact().to(device), shard is fully_shard
-    for layer in model.layers:
-        shard(layer, mesh=mesh, **options)
-    shard(model, mesh=mesh, **options)
-    optimizer, found = SignStep(model.parameters()), list[torch.Tensor]()
-    for step, row in enumerate(counts):
-        if mine:
-            with model.minibatch():
-                for i in range(row[rank]):
-                    model.set_is_last_backward(marks and (i == row[rank] - 1 or (rank, step) == (0, 1)))
-                    model(batch(rank, step, i).to(device)).sum().backward()
-        else:
-            most = max(row)
-            for i in range(most):
-                model.set_requires_gradient_sync(i == most - 1)
-                (model(batch(rank, step, i)).sum() * float(i < row[rank])).backward()
-        used = [*model.layers.parameters()]
-        found += [p.grad.to_local().cpu() for p in used]
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            found.append(model(batch(rank, step, 99).to(device)).cpu())
-        found += [p.to_local().detach().cpu().clone() for p in used]
-    return found
-
-
 def same(
     rank: int, world: int, counts: Counts, settings: Settings, shape: tuple[int, ...], sharding: str = "mesh"
 ) -> int:
-    """Over hosts backwards are marked where shards span them. With `sharding` "world" FSDP2's mesh is 1-D."""
+    """Backwards are marked where shards span hosts, of two ranks all. With `sharding` "world" FSDP2 has a 1-D mesh."""
     os.environ.update(HERE)
     own_device(int(os.environ.get("LOCAL_RANK", rank)))
     staging.CHUNK_BYTES = 512  # every shard takes several
     names = ("replicas", "shards")[-len(shape) :]
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
-    marks = len(shape) == 1
-    ours = train(fully_shard, rank, mesh, counts, marks, settings=settings, optimizer_sharding=sharding)
+    marks = "none" if len(shape) > 1 else "all" if world == 2 else "last"
+    ours = train(
+        fully_shard, rank, counts, marks, device="cuda", gathered=False,
+        mesh=mesh, settings=settings, optimizer_sharding=sharding,
+    )  # fmt: skip
     for root in live_roots():
         root.shut_down()
     flat = shape if sharding == "mesh" else (world,)
     reference = init_device_mesh("cpu", flat, mesh_dim_names=("replicas", "shards")[-len(flat) :])
-    theirs = train(torch_fully_shard, rank, reference, counts)
-    assert len(ours) == len(theirs)
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(one, other), f"rank {rank}: value {number}: {one.flatten()[:4]} {other.flatten()[:4]}"
-    return sum(int(one.count_nonzero()) for one in ours)
+    wrong = differences(ours, train(torch_fully_shard, rank, counts, gathered=False, mesh=reference), None)
+    assert not wrong, "\n".join(wrong)
+    return sum(int(one.count_nonzero()) for one in ours.values() if one is not None)
 
 
 COUNTS = {
@@ -145,37 +112,19 @@ def test_nodes_on_one_host_with_other_settings(ranks: Callable[[int], Any], sett
     ranks(4).run(same, COUNTS[4][:2], SETTINGS[settings], (2, 2), "world", timeout=240)
 
 
-def claimed(rank: int, world: int, counts: Counts) -> list[list[int]]:
-    """Gradients of what all ranks claim from a queue, beside FSDP2's of what each has loaded; the claims by step."""
+def claimed_on_devices(rank: int, world: int, counts: Counts) -> list[list[int]]:
     os.environ.update(HERE)
-    device = own_device(int(os.environ.get("LOCAL_RANK", rank)))
-    settings, numbers = Settings(timeout_s=120.0, queue_bytes=1 << 16), list[list[int]]()
-    ours, theirs = Exact().to(device), Exact()
-    for model, kind in ((ours, "cuda"), (theirs, "cpu")):
-        shard = partial(fully_shard, settings=settings) if model is ours else torch_fully_shard
-        for module in (*model.layers, model):
-            shard(module, mesh=init_device_mesh(kind, (world,)))
-    for step, row in enumerate(counts):
-        with ours.minibatch():
-            claims = ours.claim([{"x": batch(rank, step, i)} for i in range(row[rank])])
-            numbers.append([])
-            for microbatch in claims:
-                numbers[-1].append(claims.number)
-                ours(microbatch["x"].to(device)).sum().backward()
-        loaded = [batch(rank, step, i) for i in range(row[rank])]
-        (theirs(torch.cat(loaded or [torch.zeros(1, HIDDEN)])).sum() * float(bool(loaded))).backward()
-        for one, other in zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True):
-            assert torch.equal(one.grad.to_local().cpu(), other.grad.to_local()), f"rank {rank} in step {step}"
-        ours.zero_grad()
-        theirs.zero_grad()
+    own_device(int(os.environ.get("LOCAL_RANK", rank)))
+    mesh, theirs_on = (init_device_mesh(kind, (world,)) for kind in ("cuda", "cpu"))
+    found = claimed(rank, counts, mesh, theirs_on, Settings(timeout_s=120.0, queue_bytes=1 << 16))
     for root in live_roots():
         root.shut_down()
-    return numbers
+    return found
 
 
 def test_a_queue_over_hosts_gives_each_microbatch_once(pools: HostPools) -> None:
     counts = ((1, 3, 0, 2), (0, 0, 3, 0))
-    found = pools(2, 2).run(claimed, counts, timeout=240)
+    found = pools(2, 2).run(claimed_on_devices, counts, timeout=240)
     for step, row in enumerate(counts):
         assert sorted(number for numbers in found for number in numbers[step]) == list(range(sum(row)))
 
@@ -197,29 +146,11 @@ def sums_in_backward(rank: int, world: int, sums_dtype: Any) -> int:
         with model.minibatch():
             model.set_is_last_backward(True)
             (model(batch(rank, step, 0).to(device)) * 57.0).sum().backward()
-        changed += compare(model, rank, world, step, rounded=sums_dtype == "bfloat16")
+        changed += changed_by_rounding(model, rank, world, [(step, 0)], rounded=sums_dtype == "bfloat16")
         model.zero_grad()
     assert waited == [1, 2]
     for root in live_roots():
         root.shut_down()
-    return changed
-
-
-def compare(model: Exact, rank: int, world: int, step: int, *, rounded: bool) -> int:
-    """Gradients against the ranks' own by plain torch; returns how many numbers rounding has changed."""
-    whole = [Exact() for _ in range(world)]
-    for other, one in enumerate(whole):
-        (one(batch(other, step, 0)) * 57.0).sum().backward()
-    changed, half, here = 0, world // 2, rank * 2 // world
-    for mine, *theirs in zip(model.layers.parameters(), *(one.layers.parameters() for one in whole), strict=True):
-        by_rank = [one.grad.chunk(world)[rank] for one in theirs]
-        sums = [sum(by_rank[:half]), sum(by_rank[half:])]
-        exact = sum(sums) / world
-        if rounded:
-            sums[1 - here] = sums[1 - here].bfloat16().float()
-        expected = (sums[0] + sums[1]) / world
-        assert torch.equal(mine.grad.to_local().cpu(), expected), f"rank {rank}: {mine.grad.to_local()} {expected}"
-        changed += int((expected != exact).sum())
     return changed
 
 

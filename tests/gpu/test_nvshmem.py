@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.device import own_device
-from support.groups import shm_group
-from support.kernel_heaps import wait_until
+from support.heaps import shm_group
 from support.ranks import spawn_ranks
+from support.waiting import until
 
 from odc.net import JobStore
 
@@ -70,7 +70,7 @@ def reaches_peers_without_pointers(rank: int, world: int, identity: str, port: i
             sent = values_of(rank, device) * i
             parts = [sent] if i == 1 else [sent[:33], sent[33:]]
             kernels.put(parts, nowhere, to, start, signal=kernels.Signal(start + SENT, i, arrived), symmetric=symmetric)
-            wait_until(lambda i=i: int(own[SENT : SENT + 8].view(torch.int64)) >= i, f"rank {source} to put")
+            until(lambda i=i: int(own[SENT : SENT + 8].view(torch.int64)) >= i, f"rank {source} to put")
             found = own[: 4 * ELEMENTS].view(torch.float32)
             assert torch.equal(found, values_of(source, device) * i), f"put {i} from rank {source}"
             meet()

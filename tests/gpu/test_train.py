@@ -14,7 +14,7 @@ from support.tiny_job import tiny_job
 from odc.experiments.compare import CompareConfig, run_arms, write_pictures
 from odc.experiments.job import run
 from odc.experiments.report import report
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextWorkload
 
 
 @pytest.fixture(autouse=True)

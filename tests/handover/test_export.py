@@ -1,11 +1,11 @@
-"""Whole jobs: what a reader outside of them gets, and what becomes of either when the other ends."""
+"""Whole jobs: what a reader outside of them gets, and what happens to either when the other ends."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from support.handover_jobs import publish_without_pause, read_a_trained_model, s
 from support.models import Case, adamw, build, make, mark, next_token_loss, shard, tokens
 from support.rank_worker import tell
 from support.ranks import RankPool, RankProcesses, spawn_ranks
+from support.waiting import until
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
@@ -120,8 +121,7 @@ def job(tmp_path: Path, *, width: int = 64, last: int = 0, **settings: Any) -> I
     """Two ranks that publish without pause, and their weight handle."""
     arguments = str(tmp_path / "stop"), width, Settings(**settings), last
     with spawn_ranks(2, publish_without_pause, *arguments) as running:
-        while not running.outcomes[0].told and running.outcomes[0].exit_code is None:
-            running.receive(0.05)
+        running.until_told(1, [0])
         yield running, running.outcomes[0].told[0]
 
 
@@ -156,17 +156,15 @@ def read_without_pause(rank: int, world: int, text: str) -> None:
 
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.thorough), signal.SIGSTOP])
-def test_a_dead_or_stopped_reader_holds_up_nobody(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_dead_or_stopped_reader_holds_up_no_rank(tmp_path: Path, how: signal.Signals) -> None:
     with job(tmp_path) as (running, text), Reader(text) as watch:
         with spawn_ranks(1, read_without_pause, text) as loop:
             loop.until_told(1)
             os.kill(loop.pids[0], how)
             if how is signal.SIGKILL:
                 loop.wait()
-            before, deadline = watch.version, time.monotonic() + 300
-            while watch.version < before + 50:
-                assert time.monotonic() < deadline, f"version {watch.version} after {before}"
-                time.sleep(0.01)
+            before = watch.version
+            until(lambda: watch.version >= before + 50, "50 more versions", 300.0)
         end(running, tmp_path)
 
 
@@ -175,21 +173,17 @@ def read_for_ever(source: Reader) -> None:
         source.read()
 
 
-def test_a_killed_trainer(tmp_path: Path) -> None:
-    with job(tmp_path) as (running, text), Reader(text, tries=10**9, timeout_s=3600.0) as source:
-        source.read()
-        running.kill(1)
-        with pytest.raises(PeerLostError, match="rank 1 died") as caught:
-            read_for_ever(source)
-        assert caught.value.culprit == 1
-
-
-def test_a_trainer_killed_while_a_reader_waits_for_it(tmp_path: Path) -> None:
-    with job(tmp_path) as (running, text), Reader(text, tries=10**9, timeout_s=3600.0) as source:
-        running.kill(0)
-        with pytest.raises(PeerLostError) as caught:
-            source.read(at_least=10**9)
-        assert caught.value.culprit == 0
+def test_a_killed_trainer_is_named_while_it_is_read_from_and_while_it_is_waited_for(tmp_path: Path) -> None:
+    with job(tmp_path) as (running, text):
+        sources = [Reader(text, tries=10**9, timeout_s=3600.0) for _ in range(2)]
+        with sources[0], sources[1], ThreadPoolExecutor(2) as threads:
+            sources[0].read()
+            going = [threads.submit(read_for_ever, sources[0]), threads.submit(sources[1].read, at_least=10**9)]
+            running.kill(1)
+            for one in going:
+                error = one.exception(600.0)
+                assert isinstance(error, PeerLostError) and error.culprit == 1, error
+                assert "rank 1 died" in str(error)
 
 
 def test_a_job_that_ends(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def read_what_is_not_admitted(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_who_is_not_admitted_is_told_why(host_ranks: HostPools) -> None:
+def test_a_reader_that_is_not_admitted_learns_why(host_ranks: HostPools) -> None:
     host_ranks(2, 2).run(read_what_is_not_admitted)
 
 
@@ -176,9 +176,7 @@ def test_a_process_on_a_host_without_ranks_reads_whole_versions_until_a_rank_die
         settings = Settings(timeout_s=60.0, address="" if job_hosts > 1 else hosts[0].address)
         some = _First(hosts, job_hosts)
         with spawn_on_hosts(some, 2, publish_now_and_then, settings) as job:  # type: ignore[arg-type]
-            while not job.outcomes[0].told:
-                assert not any(one.failed for one in job.outcomes), [one.describe() for one in job.outcomes]
-                job.receive(0.05)
+            job.until_told(1, [0])
             (tmp_path / "handle").write_text(job.outcomes[0].told[0])
             (tmp_path / "read.py").write_text(READ)
             with hosts[2].command(sys.executable, str(tmp_path / "read.py"), str(tmp_path / "handle")) as reader:

@@ -7,13 +7,13 @@ import itertools
 import socket
 import struct
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from support.linked import HOSTS, Linked, connection
 from support.members import F32, HeapGroup
+from support.waiting import until
 
 from odc.errors import PeerLostError
 from odc.hosts import links as module
@@ -163,10 +163,7 @@ def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypa
     for _ in range(5000):
         linked.links[0].refresh()
     assert not link.room(0), "far more was to be said than there is room for"
-    end = time.monotonic() + 60
-    while link.unacknowledged():  # for ever, or until the kernel has ended it, of more than there is room for
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: not link.unacknowledged())  # of more than there is room for, not before the kernel has ended it
     board.store(Word.DONE, 5)
     linked.receive([2], lambda: linked.seen(2, 0, Word.DONE) == 5)
     board.store(Word.READ, 5)
@@ -213,10 +210,7 @@ def test_a_link_knows_what_has_not_arrived(linked: Linked) -> None:
     linked.receive([2], lambda: not links.unacknowledged())
     links._links[2].send(*[StoredWord(Word.PUBLISHED, 1)] * 60_000)
     linked.links[2].close()  # by a reset, as it has not read all
-    end = time.monotonic() + 60
-    while links.unacknowledged():
-        assert time.monotonic() < end, "no rank will ever read it"
-        time.sleep(0.01)
+    until(lambda: not links.unacknowledged(), "what no rank will ever read")
 
 
 @pytest.mark.parametrize("culprit", [None, 13])

@@ -16,8 +16,7 @@ from support.spread import LAYOUT, Spread
 from odc.errors import PeerLostError
 from odc.hosts.sums import NodeSums
 from odc.memory import MUTEX_BYTES, RobustMutex
-from odc.protocol import Word, wait
-from odc.protocol import layout as layouts
+from odc.protocol import Word, regions, wait
 from odc.settings import Accumulate, Settings
 
 
@@ -149,7 +148,7 @@ def test_a_device_that_is_late_sums_and_fetches_alike(
     accumulate: Accumulate, atomic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Engines read what has settled, into this rank's own memory alone; what is for a peer's is copied there."""
-    monkeypatch.setattr(layouts, "_LANDING_BYTES", 64)
+    monkeypatch.setattr(regions, "_LANDING_BYTES", 64)
     lanes = late_heaps(monkeypatch, atomic=atomic)
     spread = Spread(accumulate, only_into_own=True)
     group = spread.group
@@ -183,7 +182,7 @@ def test_units_that_no_rank_used_do_not_cross(spread: Spread) -> None:
     assert [nbytes for _, nbytes in spread.engines[0].reads] == [64, 64]
 
 
-def test_the_ledger_says_what_hosts_cost() -> None:
+def test_the_ledger_shows_the_cost_of_hosts() -> None:
     with (
         HeapGroup(LAYOUT, 4) as one,
         HeapGroup(LAYOUT, 4, hosts=HOSTS) as two,

@@ -1,4 +1,4 @@
-"""Twin of odc/hosts/watch.py: four ranks' watches in this process, each on a host of its own."""
+"""The watch over neighbours on other hosts: four ranks' watches in this process, each on a host of its own."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.waiting import PATIENCE_S, until
 
 from odc.deadlines import Deadline
 from odc.hosts.watch import PURPOSE, HostWatch, neighbours
@@ -26,7 +26,6 @@ from odc.net.store import failure
 from odc.settings import Settings
 
 WORLD = 4
-PATIENCE_S = 60.0
 Make = Callable[[int], "Rank"]
 
 
@@ -53,10 +52,7 @@ class Rank:
 
     def watches(self, *ranks: int) -> None:
         """Wait until it watches these neighbours, and no others."""
-        deadline = Deadline(PATIENCE_S)
-        while (found := self.watch.watched()) != set(ranks):
-            assert not deadline.passed(), f"it has connections to {found}, not to {ranks}"
-            time.sleep(0.01)
+        until(lambda: self.watch.watched() == set(ranks), f"connections to {ranks}")
 
     def until_ended(self, *ranks: int) -> list[tuple[int, str, int]]:
         with self.noticed:
@@ -108,7 +104,7 @@ def limits(rank: Rank) -> set[int]:
 def test_connections_wait_for_the_network_as_the_settings_say_then_and_later(make: Make) -> None:
     ranks = ring(make)
     assert [limits(rank) for rank in ranks] == [{20_000}] * WORLD
-    ranks[0].watch.wait_for_network(45.0)  # a root that was sharded later says so
+    ranks[0].watch.wait_for_network(45.0)  # as a root that was sharded later asks
     assert limits(ranks[0]) == {45_000}
 
 
@@ -119,11 +115,10 @@ def test_a_death_goes_around_the_ring_and_into_the_store(make: Make, store: Any)
         ((dead, reason, culprit),) = rank.until_ended(2)
         assert (dead, culprit) == (2, 2)
         assert reason.startswith("rank 2 died: its connection to rank ")
-    job, deadline = JobStore(store, PATIENCE_S), Deadline(PATIENCE_S)
-    while (said := failure(job)) is None:
-        assert not deadline.passed()
-        time.sleep(0.01)
-    assert said[0] == 2 and said[1].startswith("rank 2 died")
+    job = JobStore(store, PATIENCE_S)
+    until(lambda: failure(job) is not None)
+    culprit, reason = failure(job) or (-1, "")
+    assert culprit == 2 and reason.startswith("rank 2 died")
 
 
 def test_a_rank_that_shuts_down_is_not_dead(make: Make, store: Any) -> None:
@@ -136,16 +131,16 @@ def test_a_rank_that_shuts_down_is_not_dead(make: Make, store: Any) -> None:
         assert [dead for dead, *_ in rank.until_ended(0)] == [0]
 
 
-def test_an_error_is_told_with_its_culprit_before_the_good_bye(make: Make, store: Any) -> None:
+def test_an_error_is_sent_with_its_culprit_before_the_good_bye(make: Make, store: Any) -> None:
     ranks = ring(make)
     ranks[2].liveness.report(Loss(2, 3, "ValueError: no such token"))
     ranks[2].end(good_bye=True)
     for rank in (ranks[0], ranks[1], ranks[3]):
         assert rank.until_ended(2) == [(2, "ValueError: no such token", 3)]
-    assert failure(JobStore(store, PATIENCE_S)) is None, "the rank that raised tells the store itself"
+    assert failure(JobStore(store, PATIENCE_S)) is None, "the rank that raised writes it into the store itself"
 
 
-def test_who_comes_later_learns_of_earlier_deaths(make: Make) -> None:
+def test_a_late_rank_learns_of_earlier_deaths(make: Make) -> None:
     ranks = [make(rank) for rank in (0, 1, 2)]
     ranks[1].watches(0, 2)
     ranks[2].end(good_bye=False)
@@ -166,19 +161,16 @@ def test_a_neighbour_that_cannot_be_reached_is_not_taken_for_dead(make: Make, st
 def test_a_neighbour_that_is_stopped_as_it_is_dialled_is_not_taken_for_dead(
     make: Make, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its host takes the connection, and nobody answers; no thread ends with an error either."""
+    """Its host takes the connection, and no process answers; no thread ends with an error either."""
     monkeypatch.setattr(network, "CONNECT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         JobStore(store, PATIENCE_S).set(_key(1), json.dumps(list(stopped.getsockname())))
         rank = make(0)
-        deadline = Deadline(PATIENCE_S)
-        while any(thread.name == "odc-watch" for thread in threading.enumerate()):
-            assert not deadline.passed()
-            time.sleep(0.01)
+        until(lambda: not any(thread.name == "odc-watch" for thread in threading.enumerate()))
     assert not rank.ended
 
 
-def test_only_neighbours_with_the_secret_are_heard(make: Make) -> None:
+def test_messages_are_read_of_neighbours_with_the_secret_alone(make: Make) -> None:
     one = make(0)
     where, secret = one.network.address, one.network._secret
     for purpose, rank in ((PURPOSE, 2), ("link 0.a", 1)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -63,17 +64,28 @@ def test_ranks_generate_at_their_own_pace(ranks) -> None:
         assert epoch == 1
 
 
-@pytest.mark.thorough
-def test_rank_0_evaluates_alone_while_the_others_leave(tmp_path) -> None:
+def torchrun(tmp_path: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     path = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [*command, str(EXAMPLES / "generate.py")],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
+    script = str(EXAMPLES / f"{name}.py")
+    return subprocess.run(
+        [*command, script, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
     )
+
+
+@pytest.mark.thorough
+def test_rank_0_evaluates_alone_while_the_others_leave(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "generate")
     assert done.returncode == 0, done.stderr
     assert "rank 0 alone: loss" in done.stdout and done.stdout.count("forwards") == 4, done.stdout
+
+
+@pytest.mark.thorough
+def test_one_rank_has_no_image(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "no_image", "odc")
+    assert done.returncode == 0, done.stderr
+    norms = re.findall(r"rank (\d): vision gradient ([\d.]+)", done.stdout)
+    assert sorted(rank for rank, _ in norms) == ["0", "1"] and len({norm for _, norm in norms}) == 1
+    stuck = torchrun(tmp_path, "no_image", "fsdp2")
+    assert stuck.returncode != 0 and "vision gradient" not in stuck.stdout, "docs/multimodal.md says that FSDP2 hangs"

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_lm import forwards, tiny_qwen2, tiny_tokenizer
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import fully_shard
-from odc.errors import ConfigError, PeerLostError, UnsupportedError
+from odc.errors import ConfigError, UnsupportedError
 from odc.eval import session
 from odc.integrations.lmms_eval import evaluate
 
@@ -94,7 +93,7 @@ def vowels(doc, results):
 
 
 def wrapped(model: Any, tokenizer: Any) -> Any:
-    """As a user wraps a model of their own: the picture's brightness is told in words."""
+    """As a user wraps a model of their own: the picture's brightness is given in words."""
     from lmms_eval.api.model import lmms
 
     class Tiny(lmms):
@@ -195,50 +194,6 @@ def test_the_results_of_one_process(ranks, folder: str, world: int, limit: int |
     counts = [one[1] for one in by_rank]
     assert sum(counts) == alone, "a forward was run twice, or for nothing"
     assert len(set(counts)) > 1, "the case is not uneven"
-
-
-def _scored(rank: int, world: int, folder: str) -> Any:
-    found = []
-    for shard, pad in ((fully_shard, False), (fully_shard, True), (torch_fully_shard, True)):
-        model = tiny_qwen2(shard)
-        ran = forwards(model)
-        with session(modules=[model], timeout_s=100.0) as peers:
-            lm = wrapped(model, tiny_tokenizer())
-            results = evaluate(lm, ["tiny_choice"], peers, pad=pad, task_manager=manager(folder), **OPTIONS)
-        found.append((None if results is None else essence(results), len(ran)))
-    return found
-
-
-@needs_lmms_eval
-@pytest.mark.parametrize("world", [2, 3])
-def test_padded_and_unpadded_give_the_same_scores(ranks, folder: str, world: int):
-    by_rank = ranks(world).run(_scored, folder)
-    unpadded, padded, fsdp2 = by_rank[0]
-    assert unpadded[0] == padded[0] == fsdp2[0]
-    counts = [[one[way][1] for one in by_rank] for way in range(3)]
-    assert sum(counts[0]) == 23  # 7 documents with 2, 3, 4, 5, 2, 3, 4 choices
-    assert counts[1] == counts[2] == [max(counts[1])] * world
-    assert sum(counts[1]) > sum(counts[0])
-
-
-def _broken(rank: int, world: int, folder: str) -> str:
-    model = tiny_qwen2(fully_shard)
-    lm = wrapped(model, tiny_tokenizer())
-    if rank == 1:
-        lm.model = None
-    try:
-        with session(modules=[model], timeout_s=100.0) as peers:
-            evaluate(lm, ["tiny_choice"], peers, task_manager=manager(folder), **OPTIONS)
-    except (PeerLostError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "well"
-
-
-@needs_lmms_eval
-def test_a_rank_that_fails_ends_the_evaluation_of_all(ranks, folder: str):
-    first, second = ranks(2).run(_broken, folder)
-    assert second.startswith("TypeError")
-    assert first.startswith("PeerLostError: rank 0") and "rank 1 failed in the evaluation: TypeError" in first
 
 
 @needs_lmms_eval

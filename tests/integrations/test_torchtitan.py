@@ -1,6 +1,6 @@
 """torchtitan's stock trainer on odc against the same trainer on FSDP2: its debug model, on two CPU ranks.
 
-torchtitan trains on accelerators, with a newer torch. For the CPU it is told a device module here, and its attention
+torchtitan trains on accelerators, with a newer torch. For the CPU it is given a device module here, and its attention
 becomes torch's, as flex attention has no backward on CPU.
 """
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command import odc
 from support.word_model import completions, model_folder, transformers_loss
-
-from odc.cli import main
 
 pytestmark = [
     pytest.mark.skipif(
@@ -19,12 +18,6 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft asks for it
 ]
-
-
-def odc(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(argument) for argument in arguments])
-    return int(ended.value.code or 0)
 
 
 def write_parquet(path: Path, rows: list[Any]) -> None:

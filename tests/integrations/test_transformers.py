@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import RanksFailed
-from support.trainers import Logged, arguments, as_torchrun, differences, logged, model, padded, samples
+from support.trainers import Logged, arguments, as_torchrun, differences, logged, model, padded, samples, stepped
 
 from odc.errors import ConfigError
 
@@ -108,83 +108,63 @@ def test_arguments_have_the_effect_that_they_have_in_the_stock_trainer(ranks, tm
             assert max(differences(theirs[name], theirs["none"])) > 1e-3, f"{name}: this shows nothing"
 
 
-def precision(rank: int, world: int, ours: bool, folder: Path, changes: dict[str, Any]) -> tuple[Logged, set[str]]:
-    """Logged steps, and the dtypes of a block's activations and of the logits."""
-    as_torchrun(rank, world)
-    trainer, seen = make(ours, folder, changes), set()
-    block = trainer.model.model.layers[0].mlp
-    block.register_forward_hook(
-        lambda module, inputs, output: seen.update(f"block {x.dtype}" for x in (*inputs, output))
-    )
-    trainer.model.register_forward_hook(lambda module, inputs, output: seen.add(f"logits {output.logits.dtype}"))
-    trainer.train()
-    return logged(trainer), seen
-
-
-def test_bf16_computes_in_bf16_and_returns_fp32(ranks, tmp_path) -> None:
-    theirs = ranks(2).run(precision, False, tmp_path, {"bf16": True}, timeout=500)[0]
-    ours = ranks(2).run(precision, True, tmp_path, {"bf16": True}, timeout=500)[0]
-    assert ours[1] == {"block torch.bfloat16", "logits torch.float32"}
-    loss, norm = differences(ours[0], theirs[0])
-    assert loss < 1e-3 and norm < 2e-2, (ours, theirs)  # five roundings to bf16
-    without = ranks(2).run(precision, True, tmp_path, {}, timeout=500)[0]
-    assert without[1] == {"block torch.float32", "logits torch.float32"}
-
-
-def recomputed(rank: int, world: int, ours: bool, folder: Path, changes: dict[str, Any]) -> tuple[Logged, int]:
-    """Logged steps, and how often a block's forward began."""
-    as_torchrun(rank, world)
-    trainer, runs = make(ours, folder, changes), []
-    trainer.model.model.layers[0].mlp.register_forward_pre_hook(lambda *unused: runs.append(1))
-    trainer.train()
-    return logged(trainer), len(runs)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_recomputes_and_changes_nothing(ranks, tmp_path, reentrant: bool) -> None:
-    changes = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
-    theirs, once = ranks(2).run(recomputed, False, tmp_path, {}, timeout=500)[0]
-    ours, runs = ranks(2).run(recomputed, True, tmp_path, changes, timeout=500)[0]
-    assert max(differences(ours, theirs)) < 1e-4, (ours, theirs)
-    assert runs == 2 * once > 0
-
-
-def compiled(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> tuple[Logged, int]:
-    """Logged steps, and how many frames dynamo compiled meanwhile."""
+def observed(rank: int, world: int, ours: bool, folder: Path, changes: dict[str, Any]) -> tuple[Logged, dict[str, Any]]:
+    """Logged steps of samples of one length; the dtypes of a block's activations and of the logits, forwards of the
+    block, frames that dynamo compiled, and whether the runtime's sums are reproducible.
+    """
     from torch._dynamo.utils import counters
 
-    as_torchrun(rank, world)
-    before = counters["frames"]["ok"]
-    trainer = make(True, folder, changes, samples([24] * 16))
-    trainer.train()
-    return logged(trainer), counters["frames"]["ok"] - before
-
-
-def test_blocks_are_compiled(ranks, tmp_path) -> None:
-    eager, none = ranks(2).run(compiled, tmp_path, {}, timeout=500)[0]
-    ours, frames = ranks(2).run(compiled, tmp_path, {"torch_compile_backend": "eager"}, timeout=500)[0]
-    assert none == 0 and frames > 0
-    assert max(differences(ours, eager)) < 1e-4, (ours, eager)
-
-
-def determined(rank: int, world: int, folder: Path) -> list[bool]:
-    """Whether the runtime's sums are reproducible, with `full_determinism` and without."""
     from odc.fsdp import root_of
 
     as_torchrun(rank, world)
-    found = []
+    before = counters["frames"]["ok"]
+    trainer = make(ours, folder, changes, samples([24] * 16))
+    seen: dict[str, Any] = {"block": set(), "logits": set(), "runs": 0}
+
+    def note(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        seen["block"] |= {one.dtype for one in (*inputs, output)}
+
+    def begun(*unused: Any) -> None:
+        seen["runs"] += 1
+
+    block = trainer.model.model.layers[0].mlp
+    if "torch_compile_backend" not in changes:  # dynamo would trace the hooks
+        block.register_forward_hook(note)
+        block.register_forward_pre_hook(begun)
+    trainer.model.register_forward_hook(lambda module, inputs, output: seen["logits"].add(output.logits.dtype))
     try:
-        for chosen in (True, False):
-            trainer = make(True, folder, {"full_determinism": chosen, "max_steps": 1})
-            trainer.train()
-            found.append(root_of(trainer.model).settings.reproducible)
+        trainer.train()
     finally:
         torch.use_deterministic_algorithms(False)
-    return found
+    seen["reproducible"] = ours and root_of(trainer.model).settings.reproducible
+    return logged(trainer), seen | {"frames": counters["frames"]["ok"] - before}
 
 
-def test_full_determinism_asks_for_reproducible_sums(ranks, tmp_path) -> None:
-    assert ranks(2).run(determined, tmp_path, timeout=500) == [[True, False]] * 2
+RECOMPUTED = {"gradient_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "near", "shows"),
+    [
+        ({}, (1e-4, 1e-4), {"block": {torch.float32}, "frames": 0, "reproducible": False}),
+        ({"bf16": True}, (1e-3, 2e-2), {"block": {torch.bfloat16}}),  # five roundings to bf16
+        (RECOMPUTED | {"gradient_checkpointing_kwargs": {"use_reentrant": False}}, (1e-4, 1e-4), {"runs": 2}),
+        (RECOMPUTED | {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, (1e-4, 1e-4), {"runs": 2}),
+        ({"torch_compile_backend": "eager"}, (1e-4, 1e-4), {}),
+        ({"full_determinism": True}, (1e-4, 1e-4), {"reproducible": True}),
+    ],
+    ids=["plain", "bf16", "recomputed", "recomputed by reentering", "compiled", "determined"],
+)
+def test_ways_to_compute_are_applied_and_change_no_loss(ranks, tmp_path, changes, near, shows) -> None:
+    stock = {"bf16": True} if "bf16" in changes else {}
+    theirs, once = ranks(2).run(observed, False, tmp_path / "ddp", stock, timeout=500)[0]
+    ours, seen = ranks(2).run(observed, True, tmp_path / "odc", changes, timeout=500)[0]
+    loss, norm = differences(ours, theirs)
+    assert loss < near[0] and norm < near[1], (ours, theirs)
+    assert seen["logits"] == {torch.float32}
+    expected = shows | ({"runs": shows["runs"] * once["runs"]} if "runs" in shows else {})
+    assert {name: seen[name] for name in shows} == expected
+    assert "torch_compile_backend" not in changes or seen["frames"] > 0
 
 
 def own_loop(rank: int, world: int, after: bool, changes: dict[str, Any]) -> set[str]:
@@ -249,35 +229,12 @@ LONG = [60, 22, 22, 22] * 4  # the long one weighs what three others do, which n
 def rebalanced(
     rank: int, world: int, folder: Path, strategy: str, max_tokens: int | None, resume: str | None
 ) -> tuple[Logged, list[int]]:
-    """Logged steps of an epoch of four steps of four samples, and how many forwards this rank ran in each step."""
+    """Of an epoch of four steps of four samples."""
     as_torchrun(rank, world)
-    from transformers import TrainerCallback
-
-    from odc.integrations.transformers import OdcTrainer
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, *unused: Any, **given: Any) -> None:
-            counts.append(0)
-
     given: dict[str, Any] = {"max_tokens": max_tokens} if max_tokens else {}
     changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": -1}
     changes |= {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 3, "train_sampling_strategy": strategy}
-    trainer = OdcTrainer(
-        model=model(),
-        args=arguments(folder, **changes),
-        train_dataset=samples(LONG),
-        data_collator=padded,
-        callbacks=[Steps()],
-        **given,
-    )
-    counts = [0]
-
-    def count(module: torch.nn.Module, *unused: Any) -> None:
-        counts[-1] += torch.is_grad_enabled()  # the check of the first loss has no gradients
-
-    trainer.model.register_forward_pre_hook(count)
-    trainer.train(resume_from_checkpoint=resume)
-    return logged(trainer), counts[:-1]
+    return stepped(folder, changes, samples(LONG), resume=resume, **given)
 
 
 def test_ranks_run_unequal_microbatches_of_one_step(ranks, tmp_path) -> None:
@@ -292,7 +249,7 @@ def test_ranks_run_unequal_microbatches_of_one_step(ranks, tmp_path) -> None:
 
 
 def joined(rank: int, world: int, folder: Path, kind: str, positions: bool) -> str:
-    """What a planned Trainer says to a model of this kind and a collator that joins samples."""
+    """The error of a planned Trainer for a model of this kind and a collator that joins samples."""
     from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
 
     from odc.integrations.transformers import OdcTrainer
@@ -313,7 +270,7 @@ def joined(rank: int, world: int, folder: Path, kind: str, positions: bool) -> s
 
 
 @pytest.mark.parametrize(
-    ("kind", "positions", "says"),
+    ("kind", "positions", "message"),
     [
         ("llama", True, "trained"),
         ("llama", False, "samples end to end in one row, where llama models"),
@@ -321,8 +278,8 @@ def joined(rank: int, world: int, folder: Path, kind: str, positions: bool) -> s
         ("gpt_oss", True, "samples end to end in one row, where gpt_oss models with 'eager' attention"),
     ],
 )
-def test_samples_that_a_collator_joins_stay_apart(ranks, tmp_path, kind: str, positions: bool, says: str) -> None:
-    assert says in ranks(2).run(joined, tmp_path, kind, positions)[0]
+def test_samples_that_a_collator_joins_stay_apart(ranks, tmp_path, kind: str, positions: bool, message: str) -> None:
+    assert message in ranks(2).run(joined, tmp_path, kind, positions)[0]
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from support.ranks import RanksFailed
 from support.trainers import Logged, arguments, as_torchrun, differences, logged, mixture, model, padded, samples
 
-from odc.errors import ConfigError
 from odc.experiments.data.bpe import ByteTokenizer
 
 pytestmark = pytest.mark.skipif(
@@ -106,9 +105,9 @@ def balanced(rank: int, world: int, folder: Path) -> tuple[Logged, Logged]:
     trainer = trainer_of("Trainer", folder, CAP)
     trainer.model.register_forward_pre_hook(see, with_kwargs=True)
     trainer.train()
-    told: list[Any] = [None] * world
-    dist.all_gather_object(told, seen)
-    like, batches = mixture().train(), [batch for each in told for batch in each]
+    everywhere: list[Any] = [None] * world
+    dist.all_gather_object(everywhere, seen)
+    like, batches = mixture().train(), [batch for each in everywhere for batch in each]
     tokens = sum(float(batch["attention_mask"].sum()) for batch in batches)
     targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     total = torch.zeros(())
@@ -125,27 +124,6 @@ def balanced(rank: int, world: int, folder: Path) -> tuple[Logged, Logged]:
 def test_balancing_losses_of_microbatches_are_weighed_by_their_tokens(ranks, tmp_path) -> None:
     ours, expected = ranks(2).run(balanced, tmp_path, timeout=500)[0]
     assert max(differences(ours, expected)) < 1e-4, (ours, expected)
-
-
-def hidden_router_loss(rank: int, world: int, folder: Path) -> None:
-    as_torchrun(rank, world)
-    from transformers import MixtralForCausalLM
-    from transformers.modeling_outputs import CausalLMOutput
-
-    from odc.integrations.transformers import OdcTrainer
-
-    class Hides(MixtralForCausalLM):
-        def forward(self, input_ids: Any, attention_mask: Any, labels: Any, **given: Any) -> Any:
-            found = super().forward(input_ids, attention_mask, labels=labels, **given)
-            return CausalLMOutput(loss=found.loss, logits=found.logits)
-
-    net, args = Hides(mixture().config), arguments(folder, **CHANGES)
-    OdcTrainer(model=net, args=args, train_dataset=samples(LENGTHS), data_collator=padded, max_tokens=CAP).train()
-
-
-def test_a_router_loss_that_the_output_hides_is_refused(ranks, tmp_path) -> None:
-    with pytest.raises(RanksFailed, match="its output has no aux_loss; set output_router_logits=False"):
-        ranks(2).run(hidden_router_loss, tmp_path, timeout=500)
 
 
 def kinds_of_loss() -> dict[str, Any]:
@@ -184,57 +162,66 @@ def classifier() -> Any:
     return Qwen2ForSequenceClassification(config)
 
 
-def own_loss(rank: int, world: int, kind: str, folder: Path, options: dict[str, Any], classify: bool) -> Logged:
+def hiding() -> Any:
+    """A mixture whose output does not have its router loss."""
+    from transformers import MixtralForCausalLM
+    from transformers.modeling_outputs import CausalLMOutput
+
+    class Hides(MixtralForCausalLM):
+        def forward(self, input_ids: Any, attention_mask: Any, labels: Any, **given: Any) -> Any:
+            found = super().forward(input_ids, attention_mask, labels=labels, **given)
+            return CausalLMOutput(loss=found.loss, logits=found.logits)
+
+    return Hides(mixture().config)
+
+
+def of_classes(rows: Any) -> Any:
+    return padded(rows) | {"labels": torch.ones(len(rows), 60)}
+
+
+def unlabelled(rows: Any) -> Any:
+    return {name: one for name, one in padded(rows).items() if name != "labels"}
+
+
+def own_loss(
+    rank: int, world: int, kind: str, folder: Path, options: dict[str, Any], net: Any = model, collate: Any = padded
+) -> Logged:
     as_torchrun(rank, world)
-
-    def collate(rows: Any) -> Any:
-        found = padded(rows)
-        return found | {"labels": torch.ones(len(rows), 60)} if classify else found
-
-    trainer = kinds_of_loss()[kind](
-        model=classifier() if classify else model(),
-        args=arguments(folder, **CHANGES),
-        train_dataset=samples(LENGTHS),
-        data_collator=collate,
-        **options,
-    )
+    args, rows = arguments(folder, **CHANGES), samples(LENGTHS)
+    trainer = kinds_of_loss()[kind](model=net(), args=args, train_dataset=rows, data_collator=collate, **options)
     trainer.train()
     return logged(trainer)
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "classify", "says"),
+    ("kind", "options", "net", "collate", "message"),
     [
-        ("Mean", {}, False, "with compute_loss of Mean: set loss_is_scaled_for_ga = True in its class"),
-        ("SaysSum", {}, False, "Qwen2ForCausalLM under SaysSum: it is .* for twice num_items_in_batch"),
-        ("OdcTrainer", {"compute_loss_func": a_mean}, False, "under OdcTrainer: it is .* for twice num_items_in_batch"),
-        ("OdcTrainer", {}, True, "Qwen2ForSequenceClassification under OdcTrainer: it is .* should be half"),
+        ("Mean", {}, model, padded, "with compute_loss of Mean: set loss_is_scaled_for_ga = True in its class"),
+        ("SaysSum", {}, model, padded, "Qwen2ForCausalLM under SaysSum: it is .* for twice num_items_in_batch"),
+        (
+            "OdcTrainer",
+            {"compute_loss_func": a_mean},
+            model,
+            padded,
+            "under OdcTrainer: it is .* for twice num_items_in",
+        ),
+        (
+            "OdcTrainer",
+            {},
+            classifier,
+            of_classes,
+            "Qwen2ForSequenceClassification under OdcTrainer: .* should be half",
+        ),
+        ("OdcTrainer", {}, hiding, padded, "its output has no aux_loss; set output_router_logits=False"),
+        ("OdcTrainer", {}, model, unlabelled, "max_tokens to batches without labels"),
     ],
 )
-def test_a_loss_that_is_a_mean_over_a_microbatch_is_refused(ranks, tmp_path, kind, options, classify, says) -> None:
-    with pytest.raises(RanksFailed, match=says):
-        ranks(2).run(own_loss, kind, tmp_path, {"max_tokens": CAP, **options}, classify, timeout=500)
+def test_a_loss_that_cannot_be_added_up_is_refused(ranks, tmp_path, kind, options, net, collate, message) -> None:
+    with pytest.raises(RanksFailed, match=message):
+        ranks(2).run(own_loss, kind, tmp_path, {"max_tokens": CAP, **options}, net, collate, timeout=500)
 
 
 def test_a_loss_of_ones_own_that_is_a_sum_is_the_stock_one(ranks, tmp_path) -> None:
-    theirs = ranks(2).run(own_loss, "OdcTrainer", tmp_path, {}, False, timeout=500)[0]
-    ours = ranks(2).run(own_loss, "Sum", tmp_path, {"max_tokens": CAP}, False, timeout=500)[0]
+    theirs = ranks(2).run(own_loss, "OdcTrainer", tmp_path, {}, timeout=500)[0]
+    ours = ranks(2).run(own_loss, "Sum", tmp_path, {"max_tokens": CAP}, timeout=500)[0]
     assert max(differences(ours, theirs)) < 1e-4, (ours, theirs)
-
-
-def without_labels(rank: int, world: int, folder: Path) -> str:
-    as_torchrun(rank, world)
-    from odc.integrations.transformers import OdcTrainer
-
-    def collate(rows: Any) -> Any:
-        return {name: one for name, one in padded(rows).items() if name != "labels"}
-
-    rows, args = samples(LENGTHS), arguments(folder, **CHANGES)
-    trainer = OdcTrainer(model=model(), args=args, train_dataset=rows, data_collator=collate, max_tokens=CAP)
-    with pytest.raises(ConfigError) as refusal:
-        trainer.train()
-    return str(refusal.value)
-
-
-def test_batches_without_labels_are_refused(ranks, tmp_path) -> None:
-    assert "max_tokens to batches without labels" in ranks(2).run(without_labels, tmp_path, timeout=500)[0]

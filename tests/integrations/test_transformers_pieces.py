@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import RanksFailed
-from support.trainers import Logged, arguments, as_torchrun, differences, logged, mixture, model, padded, samples
+from support.trainers import Logged, arguments, as_torchrun, differences, mixture, model, padded, samples, stepped
 
 from odc.errors import ConfigError
 from odc.experiments.data.bpe import ByteTokenizer
@@ -26,35 +26,12 @@ CHANGES: dict[str, Any] = {"gradient_accumulation_steps": 1, "train_sampling_str
 def run(
     rank: int, world: int, folder: Path, changes: dict[str, Any], options: dict[str, Any], positions: bool = False
 ) -> tuple[Logged, list[int]]:
-    """Logged steps of four samples, and how many forwards with gradients this rank ran in each step."""
+    """Of steps of four samples."""
     as_torchrun(rank, world)
-    from transformers import TrainerCallback
-
-    from odc.integrations.transformers import OdcTrainer
-
-    class Steps(TrainerCallback):
-        def on_step_end(self, *unused: Any, **given: Any) -> None:
-            counts.append(0)
-
     rows: list[Any] = samples(LONG)
     if positions:
         rows = [row | {"position_ids": [*range(len(row["input_ids"]))]} for row in rows]
-    trainer = OdcTrainer(
-        model=model(),
-        args=arguments(folder, **(CHANGES | changes)),
-        train_dataset=rows,
-        data_collator=with_positions if positions else padded,
-        callbacks=[Steps()],
-        **options,
-    )
-    counts = [0]
-
-    def count(module: torch.nn.Module, *unused: Any) -> None:
-        counts[-1] += torch.is_grad_enabled()
-
-    trainer.model.register_forward_pre_hook(count)
-    trainer.train()
-    return logged(trainer), counts[:-1]
+    return stepped(folder, CHANGES | changes, rows, collate=with_positions if positions else padded, **options)
 
 
 def with_positions(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -74,7 +51,7 @@ def test_long_samples_are_split_over_ranks(ranks, tmp_path) -> None:
     assert max(differences(split[0][0], plain[0][0])) < 1e-4, "the same samples a step, each counted once"
     assert all(sum(step) > 4 for step in zip(split[0][1], split[1][1], strict=True)), split
     counted = ranks(2).run(run, tmp_path / "split", {}, {"max_tokens": 40, "split": True}, True, timeout=500)
-    assert max(differences(counted[0][0], plain[0][0])) < 1e-4, "positions that count each row's tokens say nothing new"
+    assert max(differences(counted[0][0], plain[0][0])) < 1e-4, "positions that count each row's tokens change nothing"
 
 
 def test_in_bf16_losses_of_split_samples_are_those_of_whole_ones(ranks, tmp_path) -> None:
@@ -132,7 +109,7 @@ def refused(
 
 
 @pytest.mark.parametrize(
-    ("net", "changes", "options", "own", "says"),
+    ("net", "changes", "options", "own", "message"),
     [
         (model, {}, {}, False, "split=True needs max_tokens"),
         (model, {"label_smoothing_factor": 0.1}, {"max_tokens": 64}, False, "split=True with label_smoothing_factor"),
@@ -145,9 +122,9 @@ def refused(
     ],
 )
 def test_what_cannot_be_split_is_refused_when_the_trainer_is_made(
-    ranks, tmp_path, net, changes, options, own, says: str
+    ranks, tmp_path, net, changes, options, own, message: str
 ) -> None:
-    assert says in ranks(2).run(refused, tmp_path, net, changes, options, own)[0]
+    assert message in ranks(2).run(refused, tmp_path, net, changes, options, own)[0]
 
 
 def packing(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> str:
@@ -175,19 +152,19 @@ def packing(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> str
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"packing": True, "max_length": 64}, "with packing:"),
         ({"padding_free": True, "max_length": None}, "padding_free"),
     ],
 )
-def test_packing_is_refused_by_its_name(ranks, tmp_path, changes, says: str) -> None:
+def test_packing_is_refused_by_its_name(ranks, tmp_path, changes, message: str) -> None:
     pytest.importorskip("trl", reason="needs trl: make test-integrations")
-    assert says in ranks(2).run(packing, tmp_path, changes, timeout=500)[0]
+    assert message in ranks(2).run(packing, tmp_path, changes, timeout=500)[0]
 
 
 def documents(rank: int, world: int, folder: Path, where: str) -> tuple[str, int]:
-    """The refusal of rows that are two documents each, told by their own positions or the collator's; forwards."""
+    """The refusal of rows that are two documents each by their own positions or the collator's; forwards."""
     as_torchrun(rank, world)
     from odc.integrations.transformers import OdcTrainer
 
@@ -217,15 +194,15 @@ def documents(rank: int, world: int, folder: Path, where: str) -> tuple[str, int
 
 @pytest.mark.parametrize(("where", "row"), [("rows", "row 5 of the dataset"), ("collator", "a row of 60 tokens")])
 def test_rows_of_several_documents_are_refused_on_all_ranks_before_any_forward(ranks, tmp_path, where, row) -> None:
-    for says, forwards in ranks(2).run(documents, tmp_path, where, timeout=500):
-        assert f"the position_ids of {row}" in says and "make each document a row" in says
+    for message, forwards in ranks(2).run(documents, tmp_path, where, timeout=500):
+        assert f"the position_ids of {row}" in message and "make each document a row" in message
         assert forwards == 0
 
 
 @pytest.mark.parametrize(
     ("positions", "accepted"),
     [
-        ([0, 1, 2, 3, 0, 0], True),  # of padding they say nothing
+        ([0, 1, 2, 3, 0, 0], True),  # those of padding have no meaning
         ([0, 1, 0, 1, 0, 0], False),
         ([1, 2, 3, 4, 0, 0], False),
     ],

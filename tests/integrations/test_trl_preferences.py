@@ -138,7 +138,7 @@ def test_grpo_is_that_of_the_stock_trainer(ranks, tmp_path, changes: dict[str, A
 
 
 def refused(rank: int, world: int, folder: Path) -> list[str]:
-    """What DPO and GRPO say to `max_tokens`."""
+    """The errors of DPO and GRPO for `max_tokens`."""
     given = start(rank, world, folder / "model")
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer

@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from support.kernel_heaps import numbers, same_bits, shared, skew, wait_until
+from support.kernel_heaps import numbers, same_bits, shared, skew
 from support.kernel_references import add_reference
 from support.on_ranks import on_interpreted_ranks
+from support.waiting import until
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 ELEMENTS, SLOT = 200, 1024
@@ -64,11 +65,11 @@ def test_staged_push(rank: int, world: int) -> None:
         dist.barrier()
         for i in range(1, rounds + 1):
             skew(draw)
-            wait_until(lambda i=i: heaps.words(to).load(0) >= i - 1, f"rank {to} to free the slot")
+            until(lambda i=i: heaps.words(to).load(0) >= i - 1, f"rank {to} to free the slot")
             gradient = [numbers(10 * rank + i, 40, BF16), numbers(-10 * rank - i, 60, BF16)]
             put(gradient, heaps.table, to, signal=Signal(8 * word, i, arrived), block=16)
             skew(draw)
-            wait_until(lambda i=i: int(region[word]) >= i, f"rank {source} to push")
+            until(lambda i=i: int(region[word]) >= i, f"rank {source} to push")
             add([total[50:150]], [heaps.memory(rank, BF16)[:100]])
             heaps.words(rank).store(0, i)
             pushed = [numbers(10 * source + i, 40, BF16), numbers(-10 * source - i, 60, BF16)]

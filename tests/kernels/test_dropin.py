@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 from support.compare import assert_same
 from support.models import Case, train
-from support.ranks import RankPool
+from support.ranks import Pools
 
 from odc import Settings, fully_shard
 
-Pools = Callable[[int], RankPool]
 LAUNCHERS = ("publish_shards", "gather_unit", "put_values", "add_pairs", "accumulate_pieces")
 #: What each way to accumulate must have used; the model has more than one unit, so more often than once.
 USED = {

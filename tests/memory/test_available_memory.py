@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -28,63 +29,44 @@ def test_this_machine() -> None:
     assert free.limited_by
 
 
-def test_the_machine_alone(tmp_path: Path) -> None:
-    free = free_memory(proc(tmp_path, "0::/"), tmp_path / "none")
-    assert free.nbytes == 8 << 30
-    assert free.limited_by == "the machine (MemAvailable)"
+NESTED = {
+    "a/memory.max": 100 * MIB,
+    "a/memory.current": 90 * MIB,
+    "a/memory.stat": f"anon {80 * MIB}\ninactive_file {4 * MIB}\nfile {10 * MIB}",
+    "a/b/memory.max": 60 * MIB,
+    "a/b/memory.current": 10 * MIB,
+    "a/b/c/memory.max": "max",
+    "a/b/c/memory.current": 10 * MIB,
+}
+VERSION_1 = {
+    "memory/job/memory.limit_in_bytes": 50 * MIB,
+    "memory/job/memory.usage_in_bytes": 20 * MIB,
+    "memory/job/memory.stat": f"total_inactive_file {5 * MIB}",
+    "memory/memory.limit_in_bytes": 9223372036854771712,
+    "memory/memory.usage_in_bytes": 20 * MIB,
+}
+CONTAINER = {"memory/memory.limit_in_bytes": 50 * MIB, "memory/memory.usage_in_bytes": 20 * MIB}
 
 
-def test_the_tightest_group_of_version_2_counts(tmp_path: Path) -> None:
-    groups = tree(
-        tmp_path / "cgroup",
-        {
-            "a/memory.max": 100 * MIB,
-            "a/memory.current": 90 * MIB,
-            "a/memory.stat": f"anon {80 * MIB}\ninactive_file {4 * MIB}\nfile {10 * MIB}",
-            "a/b/memory.max": 60 * MIB,
-            "a/b/memory.current": 10 * MIB,
-            "a/b/c/memory.max": "max",
-            "a/b/c/memory.current": 10 * MIB,
-        },
-    )
-    free = free_memory(proc(tmp_path, "0::/a/b/c"), groups)
-    assert free.nbytes == 14 * MIB, "page cache that can be dropped counts as free"
-    assert free.limited_by == f"control group {groups / 'a'}"
-
-
-def test_version_1(tmp_path: Path) -> None:
-    groups = tree(
-        tmp_path / "cgroup",
-        {
-            "memory/job/memory.limit_in_bytes": 50 * MIB,
-            "memory/job/memory.usage_in_bytes": 20 * MIB,
-            "memory/job/memory.stat": f"total_inactive_file {5 * MIB}",
-            "memory/memory.limit_in_bytes": 9223372036854771712,
-            "memory/memory.usage_in_bytes": 20 * MIB,
-        },
-    )
-    free = free_memory(proc(tmp_path, "5:cpu,cpuacct:/x\n4:memory:/job\n0::/"), groups)
-    assert free.nbytes == 35 * MIB
-    assert free.limited_by == f"control group {groups / 'memory/job'}"
-
-
-def test_inside_a_container_only_the_root_is_visible(tmp_path: Path) -> None:
-    groups = tree(
-        tmp_path / "cgroup",
-        {"memory/memory.limit_in_bytes": 50 * MIB, "memory/memory.usage_in_bytes": 20 * MIB},
-    )
-    assert free_memory(proc(tmp_path, "4:memory:/docker/0123"), groups).nbytes == 30 * MIB
-
-
-def test_the_machine_may_be_tighter_than_the_group(tmp_path: Path) -> None:
-    groups = tree(tmp_path / "cgroup", {"memory.max": 50 * MIB, "memory.current": 0})
-    free = free_memory(proc(tmp_path, "0::/", available_kib=1024), groups)
-    assert free.nbytes == MIB
-
-
-def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
-    groups = tree(tmp_path / "cgroup", {"memory.max": 5 * MIB, "memory.current": 6 * MIB})
-    assert free_memory(proc(tmp_path, "0::/"), groups).nbytes == 0
+@pytest.mark.parametrize(
+    ("files", "cgroup", "available", "nbytes", "limit"),
+    [
+        pytest.param({}, "0::/", 8192, 8192, "", id="the machine alone"),
+        pytest.param(NESTED, "0::/a/b/c", 8192, 14, "a", id="version 2: the tightest group, without its page cache"),
+        pytest.param(VERSION_1, "5:cpu,cpuacct:/x\n4:memory:/job\n0::/", 8192, 35, "memory/job", id="version 1"),
+        pytest.param(CONTAINER, "4:memory:/docker/0123", 8192, 30, "memory", id="only the root is visible"),
+        pytest.param({"memory.max": 50 * MIB, "memory.current": 0}, "0::/", 1, 1, "", id="the machine is tighter"),
+        pytest.param({"memory.max": 5 * MIB, "memory.current": 6 * MIB}, "0::/", 8192, 0, ".", id="over its limit"),
+    ],
+)
+def test_the_tightest_limit_counts(
+    tmp_path: Path, files: dict[str, object], cgroup: str, available: int, nbytes: int, limit: str
+) -> None:
+    """`available`, `nbytes` in MiB; `limit` is the group that limits, or empty for the machine."""
+    groups = tree(tmp_path / "cgroup", files)
+    free = free_memory(proc(tmp_path, cgroup, available << 10), groups)
+    assert free.nbytes == nbytes * MIB
+    assert free.limited_by == (f"control group {groups / limit}" if limit else "the machine (MemAvailable)")
 
 
 def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:

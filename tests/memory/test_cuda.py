@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.conformance import DEADLINE_S, sealed
-from support.memory_files import without_a_device
+from support.heaps import without_a_device
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import _torch_symmetric as symmetric
@@ -108,7 +108,7 @@ def refuses(rank: int, world: int, identity: str, where: str, why: str) -> str:
         ),
     ],
 )
-def test_what_torch_refuses_is_told_in_one_line(ranks, where: str, why: str, said: str) -> None:
+def test_what_torch_refuses_is_reported_in_one_line(ranks, where: str, why: str, said: str) -> None:
     import re
 
     message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where, why)[1]
@@ -145,7 +145,7 @@ def maps_on(rank: int, world: int, identity: str, devices: list[str], shared: bo
     [(["0 GPU-a", "1 GPU-b"], False, False), (["0 GPU-a", "0 GPU-b"], False, True), (["0 GPU-a"] * 2, True, False)],
     ids=["all visible", "one visible each", "shared for tests"],
 )
-def test_torch_is_told_where_equal_numbers_are_different_devices(
+def test_torch_knows_where_equal_numbers_are_different_devices(
     ranks, devices: list[str], shared: bool, same_numbers: bool
 ) -> None:
     assert ranks(2).run(maps_on, uuid.uuid4().hex[:12], devices, shared) == [same_numbers] * 2

@@ -32,7 +32,7 @@ def test_regions_are_aligned_ordered_and_apart(requests: list[Request]) -> None:
 
 
 @given(REQUESTS, REQUESTS, st.sampled_from(["", "a", "b"]), st.sampled_from(["", "a", "b"]))
-def test_the_digest_tells_layouts_apart(one: list[Request], two: list[Request], mark: str, other: str) -> None:
+def test_digests_of_different_layouts_differ(one: list[Request], two: list[Request], mark: str, other: str) -> None:
     same = one == two and mark == other
     assert (Layout.build(one, mark).digest == Layout.build(two, other).digest) == same
     assert Layout.build(list(one), mark) == Layout.build(one, mark)

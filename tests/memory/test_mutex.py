@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.groups import shm_group
+from support.heaps import shm_group
 from support.rank_worker import die, tell
 from support.ranks import spawn_ranks
 
@@ -187,7 +187,7 @@ def die_holding(rank: int, world: int, identity: str) -> list[str]:
         return errors
 
 
-def test_kill_9_of_the_holder_is_told_to_everyone() -> None:
+def test_every_rank_learns_that_the_holder_was_killed() -> None:
     with spawn_ranks(3, die_holding, uuid.uuid4().hex[:12]) as job:
         outcomes = job.wait()
     assert outcomes[1].exit_code == -9

@@ -109,7 +109,7 @@ class Kernel:
         self.module = 0xC0DE
 
 
-def test_kernels_that_link_nvshmem_are_told_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_link_nvshmem_are_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     told, asked_before = [], []
     bindings = SimpleNamespace(cumodule_init=told.append)
@@ -133,13 +133,13 @@ def test_kernels_that_link_nvshmem_are_told_where_it_is(monkeypatch: pytest.Monk
     assert asked_before == ["plain", "libdevice", "warm", "linked"], "who was there first is still asked"
 
 
-def nobody(member: int) -> Attachment:
-    raise AssertionError("nobody is asked for anything")
+def no_peer(member: int) -> Attachment:
+    raise AssertionError("no peer is asked for anything")
 
 
 def test_a_heap_of_other_ranks_than_nvshmems_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def heap() -> nvshmem.NvshmemHeap:
-        host = ShmHeap("h", (0, 2), 0, nobody, 1.0)
+        host = ShmHeap("h", (0, 2), 0, no_peer, 1.0)
         return nvshmem.NvshmemHeap(host, torch.device("cpu"), HostLanes(), None, lambda: None)  # type: ignore[arg-type]
 
     with pytest.raises(UnsupportedError, match="not started"):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.groups import address, shm_group
+from support.heaps import address, shm_group
 from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
 from support.rank_worker import tell
 from support.ranks import spawn_ranks
@@ -45,7 +45,7 @@ def pair(identity: str = "pair", nbytes: int = 4096) -> tuple[ShmHeap, ShmHeap]:
 
 
 def no_peer(_member: int) -> Attachment:
-    raise AssertionError("nobody to connect to")
+    raise AssertionError("there is no peer to connect to")
 
 
 def lone(probe: Callable[[], FreeMemory] | None = None) -> ShmHeap:
@@ -59,7 +59,7 @@ def mapped(identity: str) -> int:
 # memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_too_little_memory_is_said_before_it_is_taken() -> None:
+def test_too_little_memory_is_refused_before_any_is_taken() -> None:
     heap = lone(lambda: FreeMemory(5 * MIB, "the machine"))
     heap.allocate("data", 8 * MIB)
     said = re.escape("rank 0, heap lone: the heap needs 8.0 MiB, but the machine leaves 5.0 MiB free")
@@ -162,26 +162,24 @@ def test_what_a_forked_child_does_to_a_mapping(monkeypatch: pytest.MonkeyPatch, 
 # attaching -------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_of_another_size_is_refused() -> None:
-    one, two = pair("size")
-    fd = os.memfd_create("odc.short")
-    os.ftruncate(fd, 64)
-    two._connect = lambda member: Attachment(fd, one.nbytes, one.digest)
-    with pytest.raises(LayoutMismatchError, match="rank 5 has 8192 bytes, rank 3 announced 8192 and provided 64"):
+@pytest.mark.parametrize(
+    ("content", "announced", "says"),
+    [
+        (bytes(64), None, "rank 5 has 8192 bytes, rank 3 announced 8192 and provided 64"),
+        (b"\xff" * 5000, 5000, "8192 bytes against 5000"),
+    ],
+    ids=["another size", "no heap at all"],
+)
+def test_another_file_is_refused_and_closed(content: bytes, announced: int | None, says: str) -> None:
+    one, two = pair("other")
+    fd = os.memfd_create("odc.other")
+    os.write(fd, content)
+    digest = one.digest if announced is None else "0" * 64
+    two._connect = lambda member: Attachment(fd, announced or one.nbytes, digest)
+    with pytest.raises(LayoutMismatchError, match=says):
         two.words(0, "flags")
     with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)  # closed, not leaked
-    one.close()
-    two.close()
-
-
-def test_what_is_no_heap_at_all_is_refused() -> None:
-    one, two = pair("alien")
-    fd = os.memfd_create("odc.alien")
-    os.write(fd, b"\xff" * 5000)
-    two._connect = lambda member: Attachment(fd, 5000, "0" * 64)
-    with pytest.raises(LayoutMismatchError, match="8192 bytes against 5000"):
-        two.words(0, "flags")
+        os.fstat(fd)
     one.close()
     two.close()
 

@@ -34,11 +34,6 @@ def test_words_are_apart(atomics: Atomics | None, values: list[int]) -> None:
     assert [words.load(i) for i in range(len(words))] == values == words.as_tensor().tolist()
 
 
-def test_add_returns_the_previous_value() -> None:
-    words = words_of(Memory())
-    assert [words.add(3, 5), words.add(3, -7), words.load(3)] == [0, 5, -2]
-
-
 def test_an_index_out_of_bounds_touches_nothing() -> None:
     memory = Memory()
     words = words_of(memory, count=4)
@@ -94,7 +89,7 @@ def test_no_words() -> None:
 
 
 @pytest.mark.parametrize("machine", ["this", "one without futexes"])
-def test_a_sleeper_is_woken_by_whoever_stores_what_it_waits_for(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeper_is_woken_by_the_store_that_it_waits_for(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if machine != "this":
         monkeypatch.setattr("odc.memory.words._futex", lambda: None)
     words = words_of(Memory())
@@ -112,11 +107,11 @@ def test_a_sleeper_is_woken_by_whoever_stores_what_it_waits_for(machine: str, mo
     for value in (4, 5):
         words.store(2, value)
         words.wake(2)
-    assert woken.wait(30.0)  # before the nap ends by itself
+    assert woken.wait(30.0)  # before the sleep ends by itself
     sleeper.join()
 
 
-def test_a_nap_ends_by_itself_and_none_begins_where_the_word_is_there() -> None:
+def test_a_sleep_ends_by_itself_and_none_begins_where_the_word_is_there() -> None:
     words = words_of(Memory())
     words.wait_at_least(0, 1, 0.01)
     words.store(0, 7)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
 from support.on_ranks import on_ranks
-from support.ranks import RankPool, RanksFailed
+from support.ranks import Pools, RanksFailed
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.functional import cross_entropy, mse_loss
@@ -124,20 +124,18 @@ def replicated(rank: int, world: int, minibatch: Minibatch, normalization: Norma
 
 @few
 @given(counts_of_ranks, st.sampled_from([1, 2]))
-def test_option_b_divides_by_what_all_ranks_count_at_a_position(
-    ranks: Callable[[int], RankPool], minibatch: Minibatch, kinds: int
-) -> None:
+def test_option_b_divides_by_what_all_ranks_count_at_a_position(ranks: Pools, minibatch: Minibatch, kinds: int) -> None:
     ranks(2).run(replicated, minibatch, "per_microbatch", kinds)
 
 
 @few
 @given(counts_of_ranks)
-def test_two_divisors_in_one_minibatch(ranks: Callable[[int], RankPool], minibatch: Minibatch) -> None:
+def test_two_divisors_in_one_minibatch(ranks: Pools, minibatch: Minibatch) -> None:
     ranks(2).run(replicated, minibatch, "global", 2)
 
 
 @pytest.mark.parametrize("normalization", ["global", "per_microbatch"])
-def test_on_four_ranks(ranks: Callable[[int], RankPool], normalization: Normalization) -> None:
+def test_on_four_ranks(ranks: Pools, normalization: Normalization) -> None:
     minibatch = [[(3, 1), (0, 2), (9, 0)], [], [(5, 0)], [(0, 0), (1, 4)]]
     ranks(4).run(replicated, minibatch, normalization, 2)
 
@@ -152,7 +150,7 @@ def weights(rank: int, world: int, counts: Sequence[int]) -> float:
     return float(weight.grad)
 
 
-def test_ranks_weigh_as_much_as_they_count(ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_weigh_as_much_as_they_count(ranks: Pools) -> None:
     """The issue's own arithmetic: one microbatch each of 2 and of 8 labels weighs 0.2 and 0.8, not a half each."""
     assert ranks(2).run(weights, [2, 8]) == pytest.approx([0.2, 0.8])
 
@@ -192,7 +190,7 @@ def promises(rank: int, world: int, promised: list[int], trained: list[int]) -> 
     normalizer.finish([])
 
 
-def test_other_counts_than_announced_are_an_error_on_every_rank(ranks: Callable[[int], RankPool]) -> None:
+def test_other_counts_than_announced_are_an_error_on_every_rank(ranks: Pools) -> None:
     with pytest.raises(RanksFailed) as failed:
         ranks(2).run(promises, [3, 4], [3, 5])
     assert str(failed.value).count("divided by 7 labels as the ranks had announced, but they trained on 8") >= 2

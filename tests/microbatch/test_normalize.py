@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
 from support.on_ranks import on_ranks
-from support.ranks import RankPool, RanksFailed
+from support.ranks import Pools, RanksFailed
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -224,7 +224,7 @@ def unequal(rank: int, world: int, proxies: list[int]) -> None:
 
 
 @pytest.mark.parametrize("proxies", [[10, 11], [10, 11, 12]])
-def test_unequal_proxies_are_an_error_on_every_rank(ranks: Callable[[int], RankPool], proxies: list[int]) -> None:
+def test_unequal_proxies_are_an_error_on_every_rank(ranks: Pools, proxies: list[int]) -> None:
     with pytest.raises(RanksFailed) as failed:
         ranks(len(proxies)).run(unequal, proxies)
     for rank, proxy in enumerate(proxies):

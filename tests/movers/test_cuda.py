@@ -89,7 +89,7 @@ def stages(make: Callable[..., CudaMover], boundary: int) -> None:
                 if owner in owners:
                     assert torch.equal(found, expected), f"owner {owner} of {owners}, {dtype}"
                 else:
-                    assert bool((slots[owner] == 7).all()), "a slot of nobody's was written"
+                    assert bool((slots[owner] == 7).all()), "a slot of no owner's was written"
             assert copied.calls <= 1
 
 

@@ -105,7 +105,7 @@ def test_both_sides_of_a_cut_name_the_same(hosts: int) -> None:
         assert len(one) != len(other) or 0 not in named
 
 
-def test_a_link_that_hears_nothing_is_told_from_one_that_is_idle() -> None:
+def test_a_link_that_hears_nothing_is_distinguished_from_an_idle_one() -> None:
     """So that a rank knows which other hosts are beyond a cut when the first of its links has ended."""
     need_hosts()
     with Hosts(3) as hosts:

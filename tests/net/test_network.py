@@ -178,7 +178,7 @@ def test_a_rank_that_is_stopped_for_longer_than_a_handshake_takes_is_asked_again
         server.join()
 
 
-def test_who_cannot_be_reached_is_named(make: Make) -> None:
+def test_a_rank_that_cannot_be_reached_is_named(make: Make) -> None:
     store = dist.HashStore()
     one = make(store, 0)
     with socket.create_server(("127.0.0.1", 0)) as unused:
@@ -200,7 +200,7 @@ def test_who_cannot_be_reached_is_named(make: Make) -> None:
         (errno.ENFILE, r"raise this machine's limit of open files \(sysctl fs.file-max\)"),
     ],
 )
-def test_a_rank_that_cannot_listen_is_told_what_helps(code: int, cure: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_listen_learns_what_helps(code: int, cure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if code != errno.EADDRNOTAVAIL:
 
         def no_socket(*unused: object) -> None:

@@ -1,4 +1,4 @@
-"""Requests between processes of one host: what arrives, what is refused, and who is heard."""
+"""Requests between processes of one host: what arrives, what is refused, and from which processes."""
 
 from __future__ import annotations
 
@@ -237,9 +237,9 @@ def test_each_side_refuses_the_other(name: str, side: str, monkeypatch: pytest.M
 
 
 def test_the_other_process_is_known_to_both_sides(ranks: Any, name: str) -> None:
-    (host, *_), (guest, heard, seen) = ranks(2).run(ask_rank_0, name)
-    assert (heard, seen) == (guest, host)
-    assert host != guest
+    (host, *_), (client, heard, seen) = ranks(2).run(ask_rank_0, name)
+    assert (heard, seen) == (client, host)
+    assert host != client
 
 
 def ask_rank_0(rank: int, world: int, name: str) -> tuple[int, int, int]:

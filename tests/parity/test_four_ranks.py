@@ -29,7 +29,7 @@ from support.models import (
     train,
 )
 from support.on_ranks import on_ranks
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -37,8 +37,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import odc
 from odc import Settings, fully_shard
-
-Pools = Callable[[int], RankPool]
 
 UNEQUAL = ((1, 3, 2, 0), (2, 0, 1, 1), (0, 0, 4, 1))
 ONE = ((1, 1, 1, 1),)

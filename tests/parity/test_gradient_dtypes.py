@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.models import own_gradients, own_parameters
 from support.programs import Compared, Make, Programs, Result
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -19,7 +18,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "finalize_backward"), reason=f"FSDP2 of torch {torch.__version__} ignores grad_dtype"
 )
 
-Pools = Callable[[int], RankPool]
 programs = Programs()
 
 

@@ -6,7 +6,6 @@ Two ranks, one backward a minibatch unless noted otherwise, so equal means to th
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -26,8 +25,9 @@ from support.models import (
     tokens,
     train,
 )
+from support.on_ranks import on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -35,8 +35,6 @@ from torch.distributed.tensor import distribute_tensor
 
 import odc
 from odc import fully_shard
-
-Pools = Callable[[int], RankPool]
 
 PROGRAMS = Programs()
 
@@ -241,32 +239,14 @@ def fused_adamw(shard_with: Make, rank: int, world: int) -> Result:
     return own_parameters(model)  # type: ignore[return-value]
 
 
-@PROGRAMS.add
-def hooks_after_accumulation(shard_with: Make, rank: int, world: int) -> Result:
-    """The optimizer-in-backward idiom."""
-    model, _ = new(shard_with)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.register_post_accumulate_grad_hook(_step_in_hook)
-    for number in range(2):
-        backward(model, rank, number)
-    return own_parameters(model)  # type: ignore[return-value]
-
-
-def _step_in_hook(p: torch.Tensor) -> None:
-    assert p.grad is not None, "a hook after accumulation, and no gradient"
-    with torch.no_grad():
-        p.sub_(p.grad, alpha=0.1)
-    p.grad = None
-
-
 @PROGRAMS.each()
 def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
     ranks(2).run(program)
 
 
-def compiled_layers(rank: int, world: int) -> list[str]:
-    """Files of odc whose code dynamo was given while layers compiled, inlined calls aside."""
+@on_ranks(2)
+def test_nothing_of_odc_is_compiled_with_a_layer(rank: int, world: int) -> None:
+    """A hook that is traced turns torch's weak dictionaries into inputs, which change while they are read."""
     from torch._dynamo.convert_frame import input_codes
 
     torch._dynamo.reset()
@@ -274,9 +254,4 @@ def compiled_layers(rank: int, world: int) -> list[str]:
     codes = [code for code in (reference() for reference in input_codes.seen) if code is not None]
     assert codes, "nothing was compiled"
     ours = str(Path(odc.__file__).parent)  # a clone may lie in a folder called odc
-    return sorted({code.co_filename for code in codes if code.co_filename.startswith(ours)})
-
-
-def test_nothing_of_odc_is_compiled_with_a_layer(ranks: Pools) -> None:
-    """A hook that is traced turns torch's weak dictionaries into inputs, which change while they are read."""
-    assert ranks(2).run(compiled_layers) == [[], []]
+    assert not {code.co_filename for code in codes if code.co_filename.startswith(ours)}

@@ -5,7 +5,6 @@ Where the sums must differ in rounding (fp16, more than two ranks, an unsharded 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,15 +14,13 @@ from support.compare import differences
 from support.models import Case, adamw, clip, make, next_token_loss, own_gradients, own_parameters, shard, tokens
 from support.on_ranks import on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 
 from odc import fully_shard
-
-Pools = Callable[[int], RankPool]
 
 PROGRAMS = Programs()
 

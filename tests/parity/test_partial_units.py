@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.models import own_gradients, own_parameters
 from support.on_ranks import on_ranks
 from support.programs import Compared, Make, Programs, Result
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
     reason=f"torch {torch.__version__} does not run a module of a unit alone",
 )
 
-Pools = Callable[[int], RankPool]
 programs = Programs()
 WIDTH, WORDS, CHUNKS = 12, 17, 3
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,15 +22,13 @@ from support.models import (
     tokens,
     train,
 )
-from support.ranks import RankPool
+from support.ranks import Pools
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
-
-Pools = Callable[[int], RankPool]
 
 # From torch 2.15 on the first backward of those whose reduction is deferred adds the two gradients of a tied weight in
 # the reduce dtype; each backward that is reduced at once, and every backward under odc, adds them in the compute dtype.

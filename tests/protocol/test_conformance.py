@@ -111,7 +111,7 @@ def test_real_jobs_store_and_wait_as_the_model_does(ranks: Pools, name: str) -> 
 
 
 def test_over_hosts_too(host_ranks: Callable[[int, int], Any]) -> None:
-    """Whether a sum is awaited by SUMMED or by COMPLETE depends on who is first, and no rank stages."""
+    """Whether a sum is awaited by SUMMED or by COMPLETE depends on which is first, and no rank stages."""
     job = Job(2, hosts=2)
     found = host_ranks(2, 1).run(recorded, job)
     for rank, lines in enumerate(found):

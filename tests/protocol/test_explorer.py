@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
-from support.explorer import Actor, Explorer, Program, Step, Violation
+from support.explorer import Actor, Explorer, Judge, Program, Step, Violation
 from support.lanes_model import SERVERS, Device, lanes
 from support.protocol_model import Job, deaths, dying, explore, model, named
 
@@ -34,7 +34,7 @@ def test_no_interleaving_breaks_a_property(name: str) -> None:
 
 
 @pytest.mark.parametrize("job", [Job(2), Job(2, hosts=2)], ids=["one host", "2 hosts"])
-def test_a_death_at_any_store_is_named_by_all_who_need_the_rank(job: Job) -> None:
+def test_a_death_at_any_store_is_named_by_all_that_need_the_rank(job: Job) -> None:
     for actor, number in deaths(job):
         explore(dying(job, actor, number), named(0))
 
@@ -149,19 +149,6 @@ FAULTS = {
 }
 
 
-def changed(job: Job, change: Change) -> Program:
-    return {actor: change(steps) for actor, steps in model(job).items()}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str) -> None:
-    job, change = FAULTS[name]
-    program = changed(job, change)
-    assert program != model(job), "the fault changes nothing"
-    with pytest.raises(Violation):
-        explore(program, named())
-
-
 def test_a_death_that_no_daemon_notices_is_a_deadlock() -> None:
     program = dying(PLAIN, (0, "main"), 0)
     del program[1, "watch"]
@@ -215,16 +202,6 @@ QUEUE_FAULTS: dict[str, Change] = {
 }
 
 
-def test_each_microbatch_of_a_queue_is_computed_once() -> None:
-    explore(queue(), each_once)
-
-
-@pytest.mark.parametrize("name", QUEUE_FAULTS)
-def test_a_planted_fault_of_the_queue_is_found(name: str) -> None:
-    with pytest.raises(Violation):
-        explore({actor: QUEUE_FAULTS[name](steps) for actor, steps in queue().items()}, each_once)
-
-
 def arena(steps: int = 3) -> Program:
     """Rank 0 puts an entry a step into one channel, which ranks 1 and 2 get."""
     owner: list[Step] = []
@@ -250,14 +227,26 @@ ARENA_FAULTS: dict[str, Change] = {
 }
 
 
-def test_an_entry_of_an_arena_is_read_whole() -> None:
+def test_nothing_breaks_a_queue_or_an_arena() -> None:
+    """Each microbatch of a queue is computed once; an entry of an arena is read whole."""
+    explore(queue(), each_once)
     explore(arena(), named())
 
 
-@pytest.mark.parametrize("name", ARENA_FAULTS)
-def test_a_planted_fault_of_an_arena_is_found(name: str) -> None:
+PLANTED: dict[str, tuple[Program, Change, Judge]] = {
+    **{name: (model(fault.job), fault.change, named()) for name, fault in FAULTS.items()},
+    **{f"queue: {name}": (queue(), change, each_once) for name, change in QUEUE_FAULTS.items()},
+    **{f"arena: {name}": (arena(), change, named()) for name, change in ARENA_FAULTS.items()},
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str) -> None:
+    program, change, judge = PLANTED[name]
+    faulty = {actor: change(steps) for actor, steps in program.items()}
+    assert faulty != program, "the fault changes nothing"
     with pytest.raises(Violation):
-        explore({actor: ARENA_FAULTS[name](steps) for actor, steps in arena().items()}, named())
+        explore(faulty, judge)
 
 
 # the lanes of a device -----------------------------------------------------------------------------------------------

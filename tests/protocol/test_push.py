@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.errors import UnsupportedError
-from odc.protocol import Gradient, MemberProtocol, UnitSpec, flatten
-from odc.protocol.push import Pusher, pieces_for
+from odc.protocol import Gradient, MemberProtocol, flatten
+from odc.protocol.push import Pusher
 from odc.protocol.regions import Ring
 from odc.settings import ACCUMULATE_MODES, Settings
 
@@ -69,7 +69,7 @@ def group_for(units: list[list[Param]], shards: int, **options: object) -> HeapG
 
 
 class Patient(MemberProtocol):
-    """Waits for nobody to begin an epoch, and for credit by having the owner's blocks added here and now."""
+    """Waits for no rank to begin an epoch; waits for credit by adding the owner's blocks at once."""
 
     def __init__(self, group: HeapGroup, member: int, *, drains: bool = True) -> None:
         super().__init__(group.layouts[member])
@@ -168,45 +168,35 @@ def blocks(group: HeapGroup, owner: int) -> Iterator[tuple[int, torch.Tensor]]:
         inbox.take()
 
 
-def test_parameters_side_by_side_share_a_block() -> None:
-    with group_for([[Param((2, 3), 0, F32), Param((2, 1), 0, F32), Param((2, 2), 0, F32)]], 2, by_hand=True) as group:
-        grads = [torch.arange(1.0, 7.0), torch.arange(7.0, 9.0), torch.arange(9.0, 13.0)]
-        pusher_of(group, 0).push(group.units[0], [Gradient(i, g) for i, g in enumerate(grads)])
-        ((first, values),) = blocks(group, 1)
-        assert (first, values.tolist()) == (0, [4.0, 5.0, 6.0, 8.0, 11.0, 12.0])
+ROWS = Param((2, 2), 0, F32)
+SIDE_BY_SIDE = [Param((2, 3), 0, F32), Param((2, 1), 0, F32), ROWS]
+MIXED = [ROWS, Param((2, 1), 0, F32), Param((2, 1), 0, F32), Param((2, 1), 0, BF16)]
 
 
-def test_an_unused_parameter_or_another_dtype_ends_a_block() -> None:
-    unit = [Param((2, 2), 0, F32), Param((2, 1), 0, F32), Param((2, 1), 0, F32), Param((2, 1), 0, BF16)]
-    with small_slots(8, 64), group_for([unit], 2, by_hand=True) as group:
-        grads = [Gradient(i, torch.ones(2 * unit[i].padded(2), dtype=unit[i].dtype)) for i in (0, 2, 3)]
-        pusher_of(group, 0).push(group.units[0], grads)
-        assert [(first, values.tolist(), values.dtype) for first, values in blocks(group, 1)] == [
-            (0, [1.0, 1.0], F32),
-            (3, [1.0], F32),
-            (4, [1.0], BF16),
-        ]
-
-
-def test_padding_ends_a_block_and_is_not_sent() -> None:
-    # Three rows over two shards: the second owns one row and one row of padding.
-    unit = [Param((3, 2), 0, F32), Param((2, 2), 0, F32)]
-    with small_slots(8, 64), group_for([unit], 2, by_hand=True) as group:
-        sent = pusher_of(group, 0).push(
-            group.units[0], [Gradient(0, torch.arange(6.0)), Gradient(1, torch.arange(4.0))]
-        )
-        assert [(first, values.tolist()) for first, values in blocks(group, 1)] == [(0, [4.0, 5.0]), (4, [2.0, 3.0])]
-        assert sent == 16
-
-
-def test_gradients_travel_in_their_own_dtype_in_blocks_of_whole_slots() -> None:
-    unit = [Param((2, 100), 0, BF16)]
+@pytest.mark.parametrize(
+    ("unit", "used", "expected"),
+    [
+        pytest.param(SIDE_BY_SIDE, (0, 1, 2), [(0, [3.0, 4.0, 5.0, 1.0, 2.0, 3.0], F32)], id="share a block"),
+        pytest.param(MIXED, (0, 2, 3), [(0, [2.0, 3.0], F32), (3, [1.0], F32), (4, [1.0], BF16)], id="unused, dtype"),
+        # Three rows over two shards: the second owns one row and one row of padding, which is not sent.
+        pytest.param([Param((3, 2), 0, F32), ROWS], (0, 1), [(0, [4.0, 5.0], F32), (4, [2.0, 3.0], F32)], id="padding"),
+        pytest.param(
+            [Param((2, 100), 0, BF16)],
+            (0,),
+            [(at, list(range(100 + at, min(132 + at, 200))), BF16) for at in (0, 32, 64, 96)],
+            id="whole slots",
+        ),
+    ],
+)
+def test_what_one_push_posts_to_the_other_owner(
+    unit: list[Param], used: tuple[int, ...], expected: list[tuple[int, list[float], torch.dtype]]
+) -> None:
     with small_slots(16, 64), group_for([unit], 2, by_hand=True) as group:
-        pusher_of(group, 0).push(group.units[0], [Gradient(0, torch.arange(200.0).to(BF16))])
-        found = list(blocks(group, 1))
-        assert [(first, values.numel()) for first, values in found] == [(0, 32), (32, 32), (64, 32), (96, 4)]
-        assert all(values.dtype is BF16 for _, values in found)
-        assert torch.equal(torch.cat([values for _, values in found]), torch.arange(100.0, 200.0).to(BF16))
+        grads = [torch.arange(float(torch.Size(param.shape).numel())).to(param.dtype) for param in unit]
+        sent = pusher_of(group, 0).push(group.units[0], [Gradient(i, grads[i]) for i in used])
+        found = [(first, values.tolist(), values.dtype) for first, values in blocks(group, 1)]
+        assert found == expected
+        assert sent == sum(len(values) * dtype.itemsize for _, values, dtype in expected)
 
 
 def test_a_push_waits_for_credit_before_each_block_and_never_without_need() -> None:
@@ -238,10 +228,3 @@ def test_flatten_copies_only_what_does_not_lie_so_already() -> None:
 def test_refuses_dtypes_that_cannot_travel(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedError, match=str(dtype)):
         flatten(torch.zeros(4).to(dtype), 0, 2)
-
-
-def test_pieces_follow_the_accumulator_and_skip_empty_chunks() -> None:
-    unit = UnitSpec.build(0, "u", [("a", 2, F32), ("b", 3, F32), ("c", 1, F32)], F32)
-    gradients = [Gradient(0, torch.arange(4.0)), Gradient(2, torch.arange(1.0))]  # c: one row for two shards
-    assert [(p.first, p.values.tolist()) for p in pieces_for(unit, gradients, 0)] == [(0, [0.0, 1.0]), (5, [0.0])]
-    assert [(p.first, p.values.tolist()) for p in pieces_for(unit, gradients, 1)] == [(0, [2.0, 3.0])]

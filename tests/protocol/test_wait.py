@@ -1,19 +1,17 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 from support.members import F32, HeapGroup
 
 from odc import deadlines
-from odc.deadlines import Backoff, Deadline, last_in_chain
+from odc.deadlines import Backoff, last_in_chain
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import Attachment
 from odc.protocol import Waiter, Word
 from odc.settings import Settings
-from odc.trace import WAIT, recorder
 
 EPOCH = 7
 REASON = "rank 16 fell over"
@@ -200,7 +198,7 @@ def test_an_aborted_job_does_nothing_more_even_if_it_could(group: HeapGroup, wai
         waiter.check("fetching")
 
 
-def test_an_abort_without_a_reason_says_so(group: HeapGroup, waiter: Waiter) -> None:
+def test_an_abort_may_have_no_reason(group: HeapGroup, waiter: Waiter) -> None:
     group.layouts[0].peer(0).board.store(Word.ABORT, 1)
     with pytest.raises(PeerLostError, match="aborted by rank 0: no reason given"):
         waiter.check("computing")
@@ -232,7 +230,7 @@ def test_a_peer_that_did_its_part_and_left_is_no_error(group: HeapGroup, waiter:
     assert clock.now < 1010.0
 
 
-def test_the_board_says_for_whom_and_since_which_epoch(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
+def test_the_board_shows_the_awaited_rank_and_since_which_epoch(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
     own, seen = group.layouts[0].peer(0).board, list[tuple[int, int]]()
     clock.script.append(lambda now: seen.append((own.load(Word.WAITING), own.load(Word.WAITING_EPOCH))))
     looks = itertools.count()
@@ -244,28 +242,7 @@ def test_the_board_says_for_whom_and_since_which_epoch(group: HeapGroup, waiter:
     assert own.load(Word.WAITING) == 0, "also after an error"
 
 
-def test_a_wait_is_recorded_with_its_peer_and_lane(group: HeapGroup, waiter: Waiter) -> None:
-    recorder().clear()
-    go = threading.Event()
-    threading.Timer(0.02, go.set).start()
-    waiter.until(go.is_set, 2, "something", lane="push")
-    (span,) = recorder().spans()
-    assert (span.category, span.peer, span.lane) == (WAIT, 16, "push")
-
-
 # what every wait is made of ------------------------------------------------------------------------------------------
-
-
-def test_a_deadline_starts_anew_with_progress(clock: Clock) -> None:
-    deadline = Deadline(10.0, progress=7)
-    clock.sleep(9.0)
-    assert not deadline.passed(7)
-    assert deadline.remaining() == 1.0
-    clock.sleep(1.0)
-    assert deadline.passed(7)
-    assert not deadline.passed(8), "it has moved"
-    clock.sleep(9.9)
-    assert not deadline.passed(8)
 
 
 def test_pauses_grow_up_to_the_longest_and_begin_again(clock: Clock) -> None:

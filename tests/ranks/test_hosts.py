@@ -21,8 +21,6 @@ from support.host_ranks import HostPool, spawn_on_hosts
 from support.hosts import DEVICE, Hosts, need_hosts, unavailable
 from support.rank_worker import tell
 
-PLAIN = "import socket, os; print(socket.gethostname(), os.getpid())"
-
 
 @pytest.fixture
 def two() -> Iterator[Hosts]:
@@ -227,19 +225,3 @@ def test_what_is_missing_is_named_with_its_package(monkeypatch: pytest.MonkeyPat
     assert "NO_SUCH" in str(unavailable())
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert "root" in str(unavailable())
-
-
-@pytest.mark.thorough
-def test_torchrun_over_two_hosts(two: Hosts, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import socket, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "x = torch.ones(4) * dist.get_rank(); dist.all_reduce(x)\n"
-        "print('rank', dist.get_rank(), socket.gethostname(), x[0].item(), flush=True)\n"
-        "dist.destroy_process_group()\n"
-    )
-    started = two.torchrun(1, str(program))
-    said = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert "rank 0 host0 1.0" in said[0] and "rank 1 host1 1.0" in said[1]

@@ -114,7 +114,7 @@ def test_a_rank_that_dies_in_a_pool_is_a_failure_not_a_hang(ranks: Pools) -> Non
         ranks(2).run(die_on, 1)
 
 
-def test_a_rank_that_raised_as_it_left_says_why() -> None:
+def test_a_rank_that_raised_as_it_exited_shows_why() -> None:
     """Every line of a traceback is marked with the rank by torch; where the answer has it, it is shown once."""
     said = "a warning\n[rank0]: WaitTimeoutError: rank 1 has not left\n"
     left = RankOutcome(0, 7, exit_code=1, output=said, answered=True)
@@ -149,7 +149,7 @@ def test_one_shot_ranks_are_killed_and_tell() -> None:
     assert [outcome.told for outcome in outcomes] == [[{"rank": rank}] for rank in range(3)]
 
 
-def test_a_rank_that_kills_itself_tells_when() -> None:
+def test_a_rank_that_kills_itself_sends_the_time() -> None:
     begin = time.monotonic()
     with spawn_ranks(2, die_on, 1) as job:
         outcomes = job.wait()

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.daemons import LAYOUT
 from support.members import HeapGroup
-from support.sides import Side
+from support.sides import ONE_UNIT, Side
 
 from odc.runtime import Daemon
 from odc.settings import Settings
@@ -19,7 +18,7 @@ from odc.settings import Settings
 
 @pytest.fixture
 def group() -> Iterator[HeapGroup]:
-    with HeapGroup(LAYOUT, 3, settings=Settings(timeout_s=60.0), by_hand=True) as group:
+    with HeapGroup(ONE_UNIT, 3, settings=Settings(timeout_s=60.0), by_hand=True) as group:
         group.attach()
         group.publish_all()
         yield group

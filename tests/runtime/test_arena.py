@@ -1,4 +1,4 @@
-"""The arena: who waits for whom, what it refuses, and that its entries are read whole."""
+"""The arena: which rank waits for which, what it refuses, and that its entries are read whole."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def keeps_what_is_not_copied(rank: int, world: int) -> None:
     store.set("rank 0 has given up", "")
 
 
-def test_a_put_that_finds_no_room_names_who_has_not_copied() -> None:
+def test_a_put_that_finds_no_room_names_the_rank_that_has_not_copied() -> None:
     with spawn_ranks(2, keeps_what_is_not_copied) as ranks:
         outcomes = ranks.wait()
     assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
@@ -120,7 +120,7 @@ def waits_in_a_row(rank: int, world: int) -> tuple[int | None, str]:
     return caught.value.culprit, str(caught.value)
 
 
-def test_who_waits_for_a_rank_that_an_error_has_ended_blames_whose_it_was(ranks: Any) -> None:
+def test_a_rank_that_waits_for_one_that_an_error_has_ended_blames_the_first(ranks: Any) -> None:
     """Not the one in between, which has left because of it."""
     (first, said), (second, _), _ = ranks(3).run(waits_in_a_row)
     assert (first, second) == (2, 2), said

@@ -12,7 +12,8 @@ import pytest
 import torch.distributed as dist
 from support.listeners import served
 from support.members import BF16, F32, Layout, units_of
-from support.sides import LAYOUT, RANKS, Side
+from support.sides import LAYOUT, RANKS, Side, descriptors
+from support.waiting import until
 
 from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError
 from odc.net import JobStore
@@ -57,7 +58,7 @@ def test_a_peer_may_come_up_later(side: Make) -> None:
 
 
 def test_descriptors_are_given_back(side: Make) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     left, right = side(0).announce(), side(1).announce()
     for _ in range(3):
         attachment = left.meet.connect(1)
@@ -68,7 +69,7 @@ def test_descriptors_are_given_back(side: Make) -> None:
     left.close()
     right.close()
     left.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 # refusals ------------------------------------------------------------------------------------------------------------
@@ -76,14 +77,11 @@ def test_descriptors_are_given_back(side: Make) -> None:
 
 def test_a_wrong_token_is_refused(side: Make) -> None:
     left, _ = side(0).announce(), side(1).announce(token="guessed")
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     with pytest.raises(PeerLostError, match="rank 10, attaching to rank 13: wrong token") as caught:
         left.layout.peer(1).attach()
     assert caught.value.culprit == 13
-    deadline = time.monotonic() + 60
-    while set(os.listdir("/proc/self/fd")) != before:  # the other side's thread may still hold its end
-        assert time.monotonic() < deadline, "a descriptor was kept"
-        time.sleep(0.01)
+    until(lambda: descriptors() == before, "the other side's end, which its thread may still hold")
 
 
 def test_descriptors_that_come_with_a_refusal_are_closed(side: Make) -> None:

@@ -5,8 +5,9 @@ import subprocess
 import threading
 
 import pytest
-from support.daemons import LAYOUT, aborts, descriptors, settle, within
 from support.members import HeapGroup
+from support.sides import ONE_UNIT, aborts, descriptors, settle
+from support.waiting import until
 
 from odc.memory import ProcessHandle
 from odc.net.listener import list_listeners
@@ -37,7 +38,7 @@ def test_what_was_posted_before_a_root_is_served_is_added_then(group: HeapGroup,
 
 
 def test_serves_several_roots(server: Daemon) -> None:
-    with HeapGroup(LAYOUT, 2, by_hand=True) as first, HeapGroup(LAYOUT, 2, by_hand=True) as second:
+    with HeapGroup(ONE_UNIT, 2, by_hand=True) as first, HeapGroup(ONE_UNIT, 2, by_hand=True) as second:
         for number, group in enumerate((first, second)):
             group.services[0].identity = f"root{number}"
             group.publish_all()
@@ -91,9 +92,10 @@ def test_a_death_is_noticed_while_others_push_without_end(
     server.notify()
     assert pushing.wait(60.0)
     victim.kill()
-    noticed = within(60.0, lambda: all(aborts(group)))
-    over.set()
-    assert noticed
+    try:
+        until(lambda: all(aborts(group)))
+    finally:
+        over.set()
 
 
 def test_a_peer_that_was_dead_before_it_was_watched_is_noticed(
@@ -103,7 +105,7 @@ def test_a_peer_that_was_dead_before_it_was_watched_is_noticed(
     victim.wait()
     server.serve(group.services[0])
     server.watch(group.services[0], 1, victim.pid)
-    assert within(60.0, lambda: all(aborts(group)))
+    until(lambda: all(aborts(group)))
 
 
 def test_a_peer_that_left_may_end(group: HeapGroup, server: Daemon, victim: subprocess.Popen[bytes]) -> None:
@@ -118,14 +120,14 @@ def test_a_peer_that_left_may_end(group: HeapGroup, server: Daemon, victim: subp
 
 
 def test_one_death_aborts_every_root_that_watched_it(server: Daemon, victim: subprocess.Popen[bytes]) -> None:
-    with HeapGroup(LAYOUT, 3) as first, HeapGroup(LAYOUT, 3) as second:
+    with HeapGroup(ONE_UNIT, 3) as first, HeapGroup(ONE_UNIT, 3) as second:
         for number, group in enumerate((first, second)):
             group.attach()
             group.services[0].identity = f"root{number}"
             server.serve(group.services[0])
             server.watch(group.services[0], 1, victim.pid)
         victim.kill()
-        assert within(60.0, lambda: all(aborts(first)) and all(aborts(second)))
+        until(lambda: all(aborts(first)) and all(aborts(second)))
 
 
 def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
@@ -143,7 +145,7 @@ def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
     asking.start()
     assert held.wait(60.0)  # the loop is at the listener
     dismissing.start()
-    assert within(60.0, lambda: bool(server._reactor._tasks))
+    until(lambda: bool(server._reactor._tasks))
     victim.kill()
     victim.wait()
     go_on.set()  # and finds both in its next round
@@ -168,7 +170,7 @@ def test_a_peer_of_a_dismissed_root_is_not_watched(
     if not early:
         server.watch(group.services[0], 1, victim.pid)
         settle(server)
-    assert within(60.0, lambda: descriptors() <= before)
+    until(lambda: descriptors() <= before)
     victim.kill()
     victim.wait()
     settle(server)
@@ -185,7 +187,7 @@ def test_watching_many_roots_one_after_the_other_keeps_no_descriptors(
         server.serve(group.services[0])
         server.watch(group.services[0], 1, victim.pid)
         server.dismiss(group.services[0])()
-    assert within(60.0, lambda: descriptors() <= before)
+    until(lambda: descriptors() <= before)
 
 
 def test_deaths_are_noticed_where_the_kernel_refuses_pidfds(
@@ -201,7 +203,7 @@ def test_deaths_are_noticed_where_the_kernel_refuses_pidfds(
     settle(server)
     assert aborts(group) == [0, 0, 0]
     victim.kill()
-    assert within(60.0, lambda: all(aborts(group)))
+    until(lambda: all(aborts(group)))
 
 
 def test_a_members_own_process_is_not_watched(group: HeapGroup, server: Daemon) -> None:
@@ -211,7 +213,7 @@ def test_a_members_own_process_is_not_watched(group: HeapGroup, server: Daemon) 
     before = descriptors()
     server.watch(group.services[0], 1, os.getpid())
     settle(server)
-    assert within(60.0, lambda: descriptors() <= before)
+    until(lambda: descriptors() <= before)
     assert aborts(group) == [0, 0, 0]
 
 
@@ -221,17 +223,17 @@ def test_a_failing_service_aborts_all_roots_and_names_the_rank(server: Daemon) -
         def drain(self) -> bool:
             raise ZeroDivisionError("out of luck")
 
-    with HeapGroup(LAYOUT, 3) as first, HeapGroup(LAYOUT, 3) as second:
+    with HeapGroup(ONE_UNIT, 3) as first, HeapGroup(ONE_UNIT, 3) as second:
         for number, group in enumerate((first, second)):
             group.attach()
             group.services[0].identity = f"root{number}"
         server.serve(first.services[0])
         second.services[0].__class__ = Broken
         server.serve(second.services[0])
-        assert within(60.0, lambda: all(aborts(first)) and all(aborts(second)))
+        until(lambda: all(aborts(first)) and all(aborts(second)))
         for group in (first, second):
             assert aborts(group) == [1 + 10] * 3
             reason = group.layouts[1].peer(1).reason
             assert reason == "the server daemon of rank 10 failed: ZeroDivisionError: out of luck"
-        assert within(60.0, lambda: not server.alive())
+        until(lambda: not server.alive())
         assert server.address not in list_listeners("odc.")

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from support.daemons import aborts, descriptors, settle
 from support.members import HeapGroup
 from support.ranks import RankPool
+from support.sides import aborts, descriptors, settle
 
 from odc.net.listener import list_listeners
 from odc.net.requests import ask

@@ -15,6 +15,7 @@ import torch
 from support.listeners import served
 from support.rank_worker import tell
 from support.ranks import RankProcesses, spawn_ranks
+from support.waiting import until
 from torch import nn
 
 from odc.cli.status import status, table
@@ -55,9 +56,7 @@ def job(folder: Path) -> Iterator[RankProcesses]:
     """Two ranks, the second of which waits for the first; they are let go at the end."""
     with spawn_ranks(2, train_and_linger, str(folder / "go on")) as ranks:
         ranks.until_told(1)
-        deadline = time.monotonic() + 60
-        while not any(root["waits_for"] == 0 for answer in of_pids(ranks.pids[1:]) for root in answer.roots):
-            assert time.monotonic() < deadline, "rank 1 does not wait for rank 0"
+        until(lambda: any(root["waits_for"] == 0 for one in of_pids(ranks.pids[1:]) for root in one.roots))
         yield ranks
         (folder / "go on").touch()
         assert [outcome.exit_code for outcome in ranks.wait()] == [0, 0]
@@ -191,7 +190,7 @@ def test_the_table_shows_ranks_without_a_root_or_an_answer() -> None:
     assert silent[:4] == ["1", "42", "-", "no answer"], "the error stands below the table"
 
 
-def test_without_a_job_status_says_so(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_job_status_prints_that(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     status()
     assert capsys.readouterr().out.strip() == "no odc job of this user runs on this host"
     status(as_json=True)

@@ -68,7 +68,7 @@ def test_what_was_not_expected_is_read_all_the_same() -> None:
     assert torch.equal(into, engine.heap[7:47])
 
 
-def test_the_end_of_the_job_is_told() -> None:
+def test_the_end_of_the_job_is_named() -> None:
     engine = Fake(10)
     source = member(engine)
     source.refuse_if_gone("reading")

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.daemons import within
 from support.sides import LAYOUT, RANKS, Side
+from support.waiting import until
 
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
 from odc.net import store as job_store
@@ -87,7 +87,7 @@ def test_a_job_that_was_aborted_waits_for_nobody_and_leaves_the_reason(side: Mak
         slow.layout.peer(0).attach()
 
 
-def test_what_a_rank_leaves_is_told_to_a_peer_that_waits_in_vain(side: Make) -> None:
+def test_a_peer_that_waits_in_vain_learns_the_last_error_of_the_rank(side: Make) -> None:
     one, other = side(0).announce(), side(1).announce()
     other.layout.peer(0).attach()
     one.leave("KeyError: 'page'")
@@ -124,7 +124,7 @@ def test_heaps_that_are_left_when_the_daemon_stops_are_closed(side: Make) -> Non
     side(1).announce()
     left(fast)
     fast.daemon.close()
-    assert within(5.0, lambda: not is_open(fast))
+    until(lambda: not is_open(fast))
     late = side(1, identity="8.abc").announce()
     late.daemon.close()
     left(late)()

@@ -74,7 +74,7 @@ def starts_zeroed(rank: int, world: int, group: Group, identity: str) -> None:
         dist.barrier()
 
 
-def says_what_it_is(rank: int, world: int, group: Group, identity: str) -> tuple[Any, ...]:
+def describes_itself(rank: int, world: int, group: Group, identity: str) -> tuple[Any, ...]:
     with sealed(group, identity, rank, world, mapped=False) as heap:
         assert (heap.identity, heap.me, heap.sealed) == (identity, rank, True), "identity, me, sealed"
         assert heap.ranks == tuple(GLOBAL + member for member in range(world)), heap.ranks
@@ -117,7 +117,7 @@ def writes_are_seen(rank: int, world: int, group: Group, identity: str, dtype: t
 
 
 def passes_messages(rank: int, world: int, group: Group, identity: str, rounds: int) -> int:
-    """Litmus: rank 0 writes a payload, then stores the round; whoever loads the round must see the whole payload."""
+    """Litmus: rank 0 writes a payload, then stores the round; a load of the round must then see the whole payload."""
     with sealed(group, identity, rank, world) as heap:
         payload = heap.tensor(0, "small", torch.int64)
         flags = heap.words(0, "flags")
@@ -253,8 +253,8 @@ class HeapConformance:
         self.run(ranks, starts_zeroed, world=world)
 
     @pytest.mark.parametrize("world", [1, 3])
-    def test_says_what_it_is(self, ranks: Callable[[int], Any], world: int) -> None:
-        found = self.run(ranks, says_what_it_is, world=world)
+    def test_describes_itself(self, ranks: Callable[[int], Any], world: int) -> None:
+        found = self.run(ranks, describes_itself, world=world)
         assert all(not any(before) and all(after) for before, after, *_ in found)
         assert len({tuple(rest) for _, _, *rest in found}) == 1, "digest and size are the same everywhere"
 

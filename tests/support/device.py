@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from odc.memory import SymmetricHeap
 from odc.memory.cuda import CudaHeap, CudaLanes
-from support.groups import shm_group
+from support.heaps import shm_group
 
 
 @contextmanager

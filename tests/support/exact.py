@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 HIDDEN, LAYERS = 24, 3
@@ -52,15 +53,23 @@ def batch(rank: int, step: int, i: int) -> torch.Tensor:
 
 
 def train(
-    shard: Callable[..., Any], rank: int, counts: Sequence[Sequence[int]], marks: str = "none", **options: Any
+    shard: Callable[..., Any],
+    rank: int,
+    counts: Sequence[Sequence[int]],
+    marks: str = "none",
+    *,
+    device: str = "cpu",
+    gathered: bool = True,
+    **options: Any,
 ) -> dict[str, torch.Tensor | None]:
-    """Outputs of an evaluation after every step; gradients and parameters, whole and the rank's own shards of them.
+    """Outputs of an evaluation after every step; gradients and parameters, the rank's own shards of them and, if
+    `gathered`, whole (which gloo cannot on a device).
 
     `counts`: microbatches by step and rank, which FSDP2 pads. `marks`: which backwards are marked as the rank's last,
     "none", the "last" (of rank 0 in the second minibatch none), or wrongly "all"; "each" ends the minibatch, as in an
     unchanged loop.
     """
-    model, mine = Exact(), shard is not torch_fully_shard
+    model, mine = Exact().to(device), shard is not torch_fully_shard
     for layer in model.layers:
         shard(layer, **options)
     sharded = shard(model, **options)
@@ -72,32 +81,86 @@ def train(
                 for i in range(row[rank]):
                     last = i == row[rank] - 1 and (rank, step) != (0, 1)
                     sharded.set_is_last_backward(marks == "all" or (marks == "last" and last))
-                    model(batch(rank, step, i)).sum().backward()
+                    model(batch(rank, step, i).to(device)).sum().backward()
         else:
             most = max(row)
             for i in range(most):
                 if marks != "each":
                     sharded.set_requires_gradient_sync(i == most - 1)
-                (model(batch(rank, step, i)).sum() * float(i < row[rank])).backward()
+                (model(batch(rank, step, i).to(device)).sum() * float(i < row[rank])).backward()
         for name, p in model.named_parameters():
-            found |= _whole_and_own(f"step {step} gradient of {name}", p.grad)
+            found |= _whole_and_own(f"step {step} gradient of {name}", p.grad, gathered)
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            found[f"step {step} output"] = model(batch(rank, step, 99))
+            found[f"step {step} output"] = model(batch(rank, step, 99).to(device)).cpu()
     for name, value in model.state_dict().items():
-        found |= _whole_and_own(name, value)
+        found |= _whole_and_own(name, value, gathered)
     return found
 
 
-def _whole_and_own(name: str, value: Any) -> dict[str, torch.Tensor | None]:
+def _whole_and_own(name: str, value: Any, gathered: bool) -> dict[str, torch.Tensor | None]:
     if value is None:
         return {name: None}
-    return {name: value.full_tensor(), f"{name}, own shard": value.to_local().clone()}
+    own = {f"{name}, own shard": value.to_local().detach().cpu().clone()}
+    return {name: value.full_tensor(), **own} if gathered else own
+
+
+def claimed(
+    rank: int, counts: Sequence[Sequence[int]], mesh: DeviceMesh, theirs_on: DeviceMesh, settings: Any
+) -> list[list[int]]:
+    """Gradients of what all ranks claim from a queue, beside FSDP2's on the CPU of what each has loaded.
+
+    Returns the places that this rank claimed, by step.
+    """
+    from odc import fully_shard
+
+    ours, theirs, numbers = Exact().to(mesh.device_type), Exact(), list[list[int]]()
+    for one, other in zip((*ours.layers, ours), (*theirs.layers, theirs), strict=True):
+        fully_shard(one, mesh=mesh, settings=settings)
+        torch_fully_shard(other, mesh=theirs_on)
+    for step, loads in enumerate(counts):
+        mine = [batch(rank, step, i) for i in range(loads[rank])]
+        with ours.minibatch():
+            claims = ours.claim([{"x": one} for one in mine], [float(10 * i + rank) for i in range(len(mine))])
+            numbers.append([])
+            for microbatch in claims:
+                numbers[-1].append(claims.number)
+                ours(microbatch["x"].to(mesh.device_type)).sum().backward()
+        (theirs(torch.cat(mine or [torch.zeros(1, HIDDEN)])).sum() * float(bool(mine))).backward()
+        for one, other in zip(ours.layers.parameters(), theirs.layers.parameters(), strict=True):
+            assert torch.equal(one.grad.to_local().cpu(), other.grad.to_local()), f"rank {rank} in step {step}"
+        ours.zero_grad()
+        theirs.zero_grad()
+    return numbers
+
+
+def changed_by_rounding(
+    model: Exact, rank: int, world: int, batches: Sequence[tuple[int, int]], *, rounded: bool = True
+) -> int:
+    """Compare gradients over two hosts, of outputs times 57 of these batches, with those of plain torch.
+
+    If `rounded`, the sum of the other host's ranks is rounded to bf16 once. Returns how many numbers that has changed.
+    """
+    whole = [Exact() for _ in range(world)]
+    for other, one in enumerate(whole):
+        for step, i in batches:
+            (one(batch(other, step, i)) * 57.0).sum().backward()
+    changed, half, here = 0, world // 2, rank * 2 // world
+    for mine, *theirs in zip(model.layers.parameters(), *(one.layers.parameters() for one in whole), strict=True):
+        by_rank = [param.grad.chunk(world)[rank] for param in theirs]
+        sums = [sum(by_rank[:half]), sum(by_rank[half:])]
+        exact = sum(sums) / world
+        if rounded:
+            sums[1 - here] = sums[1 - here].bfloat16().float()
+        expected = (sums[0] + sums[1]) / world
+        assert torch.equal(mine.grad.to_local().cpu(), expected), f"rank {rank}: {mine.grad.to_local()} {expected}"
+        changed += int((expected != exact).sum())
+    return changed
 
 
 def await_sums_in_backward(model: Any) -> list[int]:
-    """Have the first layer's backward wait until the last layer's sums have come from all other hosts, which they do
+    """Make the first layer's backward wait until the last layer's sums have come from all other hosts, which they do
     while backward goes on where it is known to be the last. Returns the epochs in which they have.
     """
     from odc.fsdp import root_of

@@ -18,9 +18,8 @@ from datetime import timedelta
 from typing import Any
 
 from odc.ranks.processes import PATIENCE_S, RankOutcome, task
-from support.hosts import Hosts, children
+from support.hosts import Hosts, children, enter_namespaces
 from support.ranks import RankPool, RankProcesses
-from support.setns import enter_namespaces
 
 _groups = itertools.count()
 

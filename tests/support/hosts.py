@@ -9,6 +9,7 @@ Addresses exist inside only. Hosts are joined by a bridge in a switch's namespac
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
@@ -21,8 +22,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from support.setns import NETWORK, enter_namespaces
-
 Made = TypeVar("Made")
 DEVICE = "eth0"  # of every host, as each has its own
 PATIENCE_S = 600.0
@@ -30,6 +29,8 @@ _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter"
 _NEEDED_CAPABILITIES = {12: "NET_ADMIN", 21: "SYS_ADMIN"}
 _HOST = "unshare --net --ipc --pid --uts --mount --fork --kill-child --mount-proc"
 _MOUNTS = "mount -t tmpfs shm /dev/shm && mount -t sysfs sysfs /sys && hostname {name} && echo ready && exec cat"
+NETWORK, IPC, PIDS, UTS, MOUNTS = 0x40000000, 0x08000000, 0x20000000, 0x04000000, 0x00020000
+EVERYTHING = NETWORK | IPC | PIDS | UTS | MOUNTS
 _DELAY = Path(__file__).with_name("delay.py")
 
 
@@ -116,7 +117,7 @@ class Host(Namespaces):
         return self.start(command, where, text=True, env=merged, **{**streams, **options})
 
     def within(self, function: Callable[[], Made]) -> Made:
-        """Call a function on a thread in the host's network; sockets that it makes stay there, whoever uses them."""
+        """Call a function on a thread in the host's network; sockets that it makes stay there, on any thread."""
         with ThreadPoolExecutor(1, initializer=enter_namespaces, initargs=(self.pid, NETWORK)) as thread:
             return thread.submit(function).result()
 
@@ -294,3 +295,17 @@ class Hosts:
 def children(pid: int) -> list[int]:
     """Children of a process's main thread."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def enter_namespaces(pid: int, kinds: int = EVERYTHING) -> None:
+    """Move this thread into the namespaces of process `pid`; Python has no call for it before 3.12.
+
+    The PID namespace holds for children only; MOUNTS need a process of one thread.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = os.pidfd_open(pid)
+    try:
+        if libc.setns(fd, kinds) != 0:
+            raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+    finally:
+        os.close(fd)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from odc.memory import SymmetricHeap, Words
-from support.groups import shm_group
+from support.heaps import shm_group
 
 WORDS = 64
 
@@ -81,17 +81,9 @@ def _group() -> Callable[..., AbstractContextManager[SymmetricHeap]]:
 
 
 def skew(draw: random.Random) -> None:
-    """Now and then a nap, so that ranks do not run in step."""
+    """Sleep now and then, so that ranks do not run in step."""
     if draw.random() < 0.3:
         time.sleep(draw.random() / 50)
-
-
-def wait_until(reached: Callable[[], bool], what: str) -> None:
-    """Poll until `reached`; fails the test after a minute, naming `what` was waited for."""
-    deadline = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < deadline, f"waited 60 s for {what}"
-        time.sleep(1e-4)
 
 
 def failures_of_threads(count: int, work: Callable[[int], None], timeout_s: float) -> list[str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import time
 from collections.abc import Collection
 from pathlib import Path
+
+from support.waiting import until
 
 
 def shared_files() -> set[str]:
@@ -61,7 +62,9 @@ def memfd_inodes() -> set[str]:
     return found
 
 
-def assert_nothing_left(sessions: Collection[int], files_before: set[str], within_s: float = 60.0) -> None:
+def assert_nothing_left(
+    sessions: Collection[int], files_before: set[str], memfds_before: Collection[str] = (), within_s: float = 60.0
+) -> None:
     """No process of these ranks lives, and no file in /dev/shm is new that bears odc's name or one of their pids.
 
     A memfd lives in processes alone: with these gone it could only be open in pytest itself, which is looked at too.
@@ -69,16 +72,19 @@ def assert_nothing_left(sessions: Collection[int], files_before: set[str], withi
     Args:
         within_s: DataLoader workers look for their parent every 5 s.
     """
-    deadline = time.monotonic() + within_s
-    while (alive := processes_of(sessions)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not alive, f"processes live on: {alive}"
+    until(
+        lambda: not processes_of(sessions),
+        lambda: f"the end of ranks: processes live on: {processes_of(sessions)}",
+        within_s,
+    )
     marks = ["odc", *map(str, sessions)]
     left = [name for name in shared_files() - files_before if any(mark in name for mark in marks)]
     assert not left, f"left in /dev/shm: {left}"
+
     # A mapping lives as long as the last tensor on it; heaps of earlier tests may still wait for the cycle collector.
-    gc.collect()
-    while (held := memfds_of(os.getpid())) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a thread that was told to end may hold one
+    # A thread that is about to end may hold one too.
+    def held() -> list[str]:
         gc.collect()
-    assert not held, f"memfds held by pytest itself: {held}"
+        return [name for name in memfds_of(os.getpid()) if name not in memfds_before]
+
+    until(lambda: not held(), lambda: f"the end of memfds of pytest itself: {held()}")

@@ -277,7 +277,7 @@ class RankModel:
 
 
 def _written(verb: str, key: Key, value: int) -> list[Step]:
-    """A write that takes time: whoever reads in its middle finds neither the old value nor the new one."""
+    """A write that takes time: a read in its middle finds neither the old value nor the new one."""
     return [Step(verb, "write", key, -value), Step(verb, "write", key, value)]
 
 

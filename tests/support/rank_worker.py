@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import signal
@@ -11,7 +12,7 @@ import warnings
 from typing import Any
 
 from odc.ranks.worker import load, tell
-from support.checked import check_protocol
+from odc.settings import Settings
 
 __all__ = ["die", "perform", "tell"]
 
@@ -33,3 +34,11 @@ def perform(rank: int, world: int, where: tuple[str, str, str], args: bytes) -> 
     function = load(*where)
     body = getattr(function, "on_rank", function)  # of a test that `support.on_ranks` has decorated
     return body(rank, world, *pickle.loads(args))
+
+
+def check_protocol() -> None:
+    """Make all settings that are made in this process from now on check the protocol, unless they say otherwise."""
+    names = [field.name for field in dataclasses.fields(Settings)]
+    defaults = list(Settings.__init__.__defaults__ or ())
+    defaults[names.index("check_protocol") - len(names)] = True
+    Settings.__init__.__defaults__ = tuple(defaults)

@@ -14,14 +14,14 @@ import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from odc.ranks import processes
 from odc.ranks.processes import PATIENCE_S, Environment, RankOutcome, RanksFailed, fork_server, task
 from support import rank_worker
 
-__all__ = ["INTERPRETED", "RankOutcome", "RankPool", "RankProcesses", "RanksFailed", "spawn_ranks"]
+__all__ = ["INTERPRETED", "Pools", "RankOutcome", "RankPool", "RankProcesses", "RanksFailed", "spawn_ranks"]
 
 _GRACE_S = 10.0  # for the other ranks' words once one has failed
 INTERPRETED: Environment = (("TRITON_INTERPRET", "1"),)
@@ -50,7 +50,7 @@ def _also_preloaded(environment: Environment) -> tuple[str, ...]:
         return ("odc.movers.triton", "support.promises")
     found = list[str]()
     if "odc.experiments.launch" in sys.modules:
-        found += ["odc.experiments.job", "odc.experiments.text.workload"]
+        found += ["odc.experiments.job", "odc.experiments.text.step"]
     if not {"transformers", "support.split_jobs"}.isdisjoint(sys.modules):
         found += ["transformers.models.auto.modeling_auto", "transformers.models.qwen2.modeling_qwen2"]
     return tuple(found)
@@ -112,13 +112,18 @@ class RankProcesses(processes.RankProcesses):
         self._read_outputs()
         return self.outcomes
 
-    def until_told(self, count: int, timeout: float = PATIENCE_S) -> None:
-        """Wait until every rank has told at least `count` values."""
+    def until(self, holds: Callable[[], bool], what: str, timeout: float = PATIENCE_S) -> None:
+        """Wait until `holds()`, which depends on what ranks send; a rank that fails meanwhile fails the test."""
         deadline = time.monotonic() + timeout
-        while any(len(outcome.told) < count for outcome in self.outcomes):
+        while not holds():
             self.receive(0.05)
-            if time.monotonic() > deadline or any(o.exit_code is not None for o in self.outcomes):
-                self.fail(f"not all ranks have told {count} values within {timeout:g} s")
+            if time.monotonic() > deadline or any(outcome.failed for outcome in self.outcomes):
+                self.fail(f"waited for {what} for at most {timeout:g} s")
+
+    def until_told(self, count: int, ranks: Collection[int] | None = None) -> None:
+        """Wait until these ranks, by default all, have sent at least `count` values by `tell`."""
+        of = range(self.world) if ranks is None else ranks
+        self.until(lambda: all(len(self.outcomes[rank].told) >= count for rank in of), f"{count} values of each rank")
 
     def fail(self, why: str) -> None:
         """Show where every living rank is, kill all, raise `RanksFailed`."""
@@ -175,6 +180,9 @@ class RankPool:
             return ranks.wait()
         finally:
             ranks.close()
+
+
+Pools = Callable[[int], RankPool]  # the fixture `ranks`
 
 
 @contextlib.contextmanager

@@ -1,19 +1,22 @@
-"""Two ranks' roots in one process, up to the point where they are announced."""
+"""Ranks' roots in one process, each with a daemon, up to the point where they are announced; and waits for daemons."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Collection
 from typing import Any
 
 from odc.memory import ShmHeap
-from odc.protocol import HeapLayout, MemberProtocol, RankGrid
+from odc.net.requests import ask
+from odc.protocol import HeapLayout, MemberProtocol, RankGrid, Word
 from odc.runtime import Daemon, Rendezvous, Service
 from odc.runtime.connect import RootEvents
 from odc.runtime.shutdown import HeapRelease
 from odc.settings import Settings
-from support.members import F32, Layout, units_of
+from support.members import F32, HeapGroup, Layout, units_of
 
+ONE_UNIT: Layout = [[("w", 8, F32)]]
 LAYOUT: Layout = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)]]
 RANKS = (10, 13)
 
@@ -63,3 +66,19 @@ class Side:
         self.daemon.close()
         self.meet.close()
         self.heap.close()
+
+
+def settle(server: Daemon) -> None:
+    """Return when the loop has handled all that had happened before."""
+    for _ in range(2):
+        ask(server.address, {"op": "status"}, 60.0)
+
+
+def descriptors() -> set[str]:
+    """Open in this process."""
+    return set(os.listdir("/proc/self/fd"))
+
+
+def aborts(group: HeapGroup) -> list[int]:
+    """The word of each of three members: 0, or 1 + the culprit's rank."""
+    return [group.layouts[member].peer(member).board.load(Word.ABORT) for member in range(3)]

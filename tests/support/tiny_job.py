@@ -13,8 +13,7 @@ from odc.experiments.config import JobConfig
 from odc.experiments.job import RankJob
 from odc.experiments.progress import Progress
 from odc.experiments.results import JobResult
-from odc.experiments.text.step import TextStep
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextStep, TextWorkload
 from odc.fsdp import shutdown
 
 CONFIG = {
@@ -60,9 +59,15 @@ def rank_job(config: JobConfig) -> RankJob:
     return RankJob(TextWorkload(config), Progress(config.steps, shown=False))
 
 
-def run_here(config: JobConfig) -> JobResult[TextStep]:
-    """Runs the job on a rank of a pool, whose process group is there already, and leaves odc in good order."""
-    result: JobResult[TextStep] = rank_job(config).run()
+def complete(job: RankJob) -> Any:
+    """Runs a job on a rank of a pool, whose process group is there already, and leaves odc in good order."""
+    result = job.run()
     dist.barrier()  # no rank leaves while another still collects
     shutdown()
+    return result
+
+
+def run_job(rank: int, world: int, config: JobConfig) -> JobResult[TextStep]:
+    """The job on a rank of a pool."""
+    result: JobResult[TextStep] = complete(rank_job(config))
     return result

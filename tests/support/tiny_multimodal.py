@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from odc.experiments.config import JobConfig
 from odc.experiments.job import RankJob
 from odc.experiments.multimodal.config import MultimodalConfig
@@ -16,7 +14,7 @@ from odc.experiments.multimodal.model import ModelConfig
 from odc.experiments.multimodal.step import MultimodalResult
 from odc.experiments.multimodal.workload import MultimodalWorkload
 from odc.experiments.progress import Progress
-from odc.fsdp import shutdown
+from support.tiny_job import complete
 
 FIELDS: dict[str, Any] = {
     "vision_config": {
@@ -96,9 +94,7 @@ def rank_job(config: MultimodalConfig) -> RankJob:
     return RankJob(MultimodalWorkload(config), Progress(config.job.steps, shown=False))
 
 
-def run_here(config: MultimodalConfig) -> MultimodalResult:
-    """Runs the job on a rank of a pool, whose process group is there already, and leaves odc in good order."""
-    result: MultimodalResult = rank_job(config).run()
-    dist.barrier()  # no rank leaves while another still collects
-    shutdown()
+def run_job(rank: int, world: int, config: MultimodalConfig) -> MultimodalResult:
+    """The job on a rank of a pool."""
+    result: MultimodalResult = complete(rank_job(config))
     return result

@@ -34,5 +34,5 @@ def run_together(
         thread.join(60.0)
         assert not thread.is_alive(), "a member does not come to its end"
     if not any(isinstance(result, Exception) for result in results):
-        assert not [key for key in store.list_keys() if "data/" in key], "messages that nobody has read"
+        assert not [key for key in store.list_keys() if "data/" in key], "messages that no member has read"
     return results

@@ -87,6 +87,35 @@ def arguments(folder: Path, kind: Any = None, **changes: Any) -> Any:
     return (kind or TrainingArguments)(**(fields | changes))
 
 
+def stepped(
+    folder: Path,
+    changes: dict[str, Any],
+    rows: Any,
+    *,
+    collate: Any = padded,
+    resume: str | None = None,
+    **options: Any,
+) -> tuple[Logged, list[int]]:
+    """Logged steps of an `OdcTrainer` on the rows, and how many forwards with gradients this rank ran in each step."""
+    from transformers import TrainerCallback
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *unused: Any, **given: Any) -> None:
+            counts.append(0)
+
+    given = {"model": model(), "args": arguments(folder, **changes), "train_dataset": rows, "data_collator": collate}
+    trainer, counts = OdcTrainer(**given, callbacks=[Steps()], **options), [0]
+
+    def count(module: torch.nn.Module, *unused: Any) -> None:
+        counts[-1] += torch.is_grad_enabled()  # the check of the first loss has no gradients
+
+    trainer.model.register_forward_pre_hook(count)
+    trainer.train(resume_from_checkpoint=resume)
+    return logged(trainer), counts[:-1]
+
+
 def logged(trainer: Any) -> Logged:
     return [(one["loss"], one["grad_norm"]) for one in trainer.state.log_history if "loss" in one]
 

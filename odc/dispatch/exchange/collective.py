@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from odc.dispatch.exchange.meeting import Meeting
+from odc.dispatch.exchange.checked_group import CheckedGroup
 from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, instances_of_host, kinds_of, sent_bytes, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import FieldRoute, Route
@@ -43,9 +43,9 @@ class CollectiveExchange:
         self.moved: dict[str, int] = Counter()
         self.buffer_bytes = 0
         backend = dist.get_backend(group)
-        self._data = Meeting(store, f"{name}/data", self.ranks, backend, timeout_s)
-        self._heads = Meeting(store, f"{name}/heads", self.ranks, "gloo", timeout_s)
-        self._planning = Meeting(store, f"{name}/planning", self.ranks, "gloo", timeout_s)
+        self._data = CheckedGroup(store, f"{name}/data", self.ranks, backend, timeout_s)
+        self._heads = CheckedGroup(store, f"{name}/heads", self.ranks, "gloo", timeout_s)
+        self._planning = CheckedGroup(store, f"{name}/planning", self.ranks, "gloo", timeout_s)
 
     @property
     def per_host(self) -> int:
@@ -76,8 +76,8 @@ class CollectiveExchange:
         return {name: from_bytes(got[name], kind) for name, kind in kinds.items()}
 
     def close(self) -> None:
-        for meeting in (self._data, self._heads, self._planning):
-            meeting.close()
+        for group in (self._data, self._heads, self._planning):
+            group.close()
 
     def _traffic(self, sent: list[int]) -> int:
         """Bytes that leave this rank."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from odc.dispatch.exchange.meeting import require_same_plan
+from odc.dispatch.exchange.checked_group import require_same_plan
 from odc.dispatch.exchange.rows import as_bytes, from_bytes, instances_of_host, kinds_of, signature
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route, Run
@@ -35,7 +35,7 @@ class OnDemandExchange:
         ranks: global ranks of the instances; `rank` is this one's.
         channels: every name that is moved or gathered under; a backward's is its forward's with ".back".
         arena_bytes: room on each rank for rows that others have yet to copy, at least the bytes of one channel; with
-            all that a rank sends in one step nobody waits for room.
+            all that a rank sends in one step no rank waits for room.
         timeout_s: how long a wait may last without progress of the peer it waits for.
         name: unlike that of any other exchange of these ranks.
         hosts: its address, ports, secret_file and engine are for ranks on several hosts; see `odc.Settings`.
@@ -74,15 +74,17 @@ class OnDemandExchange:
             for owner in neighbours:
                 found[owner] = self._shown_by(channel, step, owner)
             return found
-        # First from the member with this index on every other host, then from the neighbours, who have done the same.
+        # First from the member with this index on every other host, then from the neighbours, which have done the same.
         self._show_all(channel, step, mine, grid.partners)
         for owner in grid.partners:
             found[owner] = self._shown_by(channel, step, owner)
-        told = [found[grid.me if host == grid.here else grid.partner(host)] for host in range(grid.host_count)]
-        self._show_all(channel + _OF_HOST, step, np.concatenate([[len(one) for one in told], *told]), neighbours)
+        of_hosts = [found[grid.me if host == grid.here else grid.partner(host)] for host in range(grid.host_count)]
+        self._show_all(
+            channel + _OF_HOST, step, np.concatenate([[len(one) for one in of_hosts], *of_hosts]), neighbours
+        )
         for neighbour in neighbours:
-            said = self._shown_by(channel + _OF_HOST, step, neighbour)
-            lengths, values_of_hosts = np.split(said, [grid.host_count])
+            both = self._shown_by(channel + _OF_HOST, step, neighbour)
+            lengths, values_of_hosts = np.split(both, [grid.host_count])
             for host, part in enumerate(np.split(values_of_hosts, np.cumsum(lengths))[:-1]):
                 found[grid.on(host)[grid.index(neighbour)]] = part
         return found
@@ -130,7 +132,7 @@ class OnDemandExchange:
     def _lay_out(
         self, step: int, channel: str, route: Route, raw: dict[str, torch.Tensor], widths: dict[str, int], mark: int
     ) -> None:
-        """Write what others get: a head that says where each rank's rows begin, then the rows, field by field."""
+        """Write what others get: a head with the place where each rank's rows begin, then the rows, field by field."""
         heads, end = [0] * len(self.ranks), _HEAD * len(self.ranks)
         for reader in range(len(self.ranks)):
             heads[reader] = end

@@ -36,7 +36,7 @@ class Exchange(Protocol):
 
     @property
     def per_host(self) -> int:
-        """Instances of each host, as the ranks themselves say; all ranks ask together.
+        """Instances of each host, as the ranks themselves report; all ranks ask together.
 
         Raises UnsupportedError unless every host has equally many, one after the other.
         """

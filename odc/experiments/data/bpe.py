@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from odc.errors import DataError, install
 from odc.experiments.data.chat import CHATML_TEMPLATE, END, START, Encoded, chatml
-from odc.experiments.data.rows import Message, PromptCompletion, texts_of
-from odc.experiments.data.sources import RawDocument
+from odc.experiments.data.sources import Message, PromptCompletion, RawDocument, texts_of
 
 EOS = "<|endoftext|>"
 SPECIALS = (EOS, START, END)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import DataError
-from odc.experiments.data.rows import Message
+from odc.experiments.data.sources import Message
 
 Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
 

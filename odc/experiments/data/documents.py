@@ -19,8 +19,7 @@ from odc.errors import DataError
 from odc.experiments.config import Long
 from odc.experiments.data.bpe import content_hash, publish
 from odc.experiments.data.chat import Encoded
-from odc.experiments.data.rows import Content, Message, PromptCompletion
-from odc.experiments.data.sources import RawDocument
+from odc.experiments.data.sources import Content, Message, PromptCompletion, RawDocument
 from odc.experiments.data.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)

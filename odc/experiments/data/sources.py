@@ -1,6 +1,7 @@
 """Raw training data, read into memory in one sorted order that is the same on every machine.
 
-Files must be UTF-8. Empty texts are skipped and counted in a log message.
+A row holds a text, a conversation, or a prompt and the completion that is trained on. Files must be UTF-8. Empty texts
+are skipped and counted in a log message.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from odc.errors import DataError, install
-from odc.experiments.data.rows import Content, content_of
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +23,21 @@ Unreadable = Literal["error", "skip"]
 _JSONL = (".jsonl", ".ndjson")
 _PARQUET = ".parquet"
 _DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
+
+
+Message = dict[str, str]
+COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
+
+
+@dataclass(frozen=True)
+class PromptCompletion:
+    """A prompt, which is context, and its completion, the targets of the loss: two texts, or messages in both."""
+
+    prompt: str | tuple[Message, ...]
+    completion: str | tuple[Message, ...]
+
+
+Content = str | tuple[Message, ...] | PromptCompletion
 
 
 @dataclass(frozen=True)
@@ -102,9 +117,9 @@ def is_datasets_folder(path: Path) -> bool:
 def _hint(path: Path, folder: TextFolder | None) -> str:
     if folder is None:
         return ""
-    looked = f": no non-empty file ends in {', '.join(folder.extensions)}"
+    searched = f": no non-empty file ends in {', '.join(folder.extensions)}"
     lines = sorted(p.name for p in path.iterdir() if p.suffix.lower() in _JSONL)
-    return looked + (f" (there is {lines[0]}; name the JSONL file itself)" if lines else "")
+    return searched + (f" (there is {lines[0]}; name the JSONL file itself)" if lines else "")
 
 
 def _listed(folder: TextFolder) -> list[Path]:
@@ -177,3 +192,56 @@ def _datasets(path: Path) -> Iterator[RawDocument]:
 def _rows(path: Path, rows: Iterable[Any]) -> Iterator[RawDocument]:
     for number, row in enumerate(rows):
         yield RawDocument(f"{path.name}[{number}]", content_of(row, f"{path}, row {number}"))
+
+
+def content_of(row: Any, where: str) -> Content:
+    """The row's messages if it has any, else its prompt and completion, else its text; other columns are not read.
+
+    Raises DataError, which begins with `where`.
+    """
+    if isinstance(row, dict):
+        if row.get("messages") is not None:
+            return _messages(row["messages"], where, "messages")
+        if row.get("prompt") is not None and row.get("completion") is not None:
+            return _pair(row["prompt"], row["completion"], where)
+        if row.get("text") is not None:
+            return _string(row["text"], where, "text")
+    raise DataError(f"{where} has neither {COLUMNS}")
+
+
+def texts_of(content: Content) -> Iterator[str]:
+    """Every text in it, in order."""
+    if isinstance(content, str):
+        yield content
+    elif isinstance(content, PromptCompletion):
+        yield from texts_of(content.prompt)
+        yield from texts_of(content.completion)
+    else:
+        yield from (message["content"] for message in content)
+
+
+def _pair(prompt: Any, completion: Any, where: str) -> PromptCompletion:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return PromptCompletion(prompt, completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return PromptCompletion(_messages(prompt, where, "prompt"), _messages(completion, where, "completion"))
+    kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
+    raise DataError(f"{where}: 'prompt' and 'completion' must both be strings, or both lists of messages, not {kinds}")
+
+
+def _string(value: Any, where: str, column: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {column!r} must be a string, not {type(value).__name__}")
+    return value
+
+
+def _messages(values: Any, where: str, column: str) -> tuple[Message, ...]:
+    if not isinstance(values, list):
+        raise DataError(f"{where}: {column!r} must be a list, not {type(values).__name__}")
+    messages = []
+    for index, message in enumerate(values):
+        pair = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+        if not all(isinstance(value, str) for value in pair):
+            raise DataError(f"{where}: message {index} needs a 'role' and a 'content', both strings")
+        messages.append({"role": str(pair[0]), "content": str(pair[1])})
+    return tuple(messages)

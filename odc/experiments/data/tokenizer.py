@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from odc.errors import DataError, install
 from odc.experiments.data.chat import Encoded, by_template
-from odc.experiments.data.rows import Message
+from odc.experiments.data.sources import Message
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes without rules of their own
 

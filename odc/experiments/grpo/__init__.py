@@ -3,8 +3,7 @@
 from odc.experiments.config import GrpoConfig
 from odc.experiments.grpo.objective import grpo_advantages, grpo_loss, kl_estimate, policy_losses
 from odc.experiments.grpo.samples import Sample, Task, UpperHalf
-from odc.experiments.grpo.step import GrpoResult, GrpoStep
-from odc.experiments.grpo.workload import GrpoWorkload, run, run_rank
+from odc.experiments.grpo.step import GrpoResult, GrpoStep, GrpoWorkload, run, run_rank
 
 __all__ = [
     "GrpoConfig",

@@ -68,8 +68,8 @@ def document_attention(
     """Causal attention inside each document, as a transformers attention function.
 
     `query` is [B, heads, T, width]; `key` and `value` may have fewer heads (grouped-query attention). `cu_seq_lens_q`,
-    int [documents + 1], says where each document starts, and T, and needs B = 1; without it each row is one document.
-    The window is the least of `sliding_window` and what `window_mask` says; `softcap` and `s_aux` (sinks, [heads]) are
+    int [documents + 1], holds where each document starts, and T, and needs B = 1; without it each row is one document.
+    The window is the least of `sliding_window` and that of `window_mask`; `softcap` and `s_aux` (sinks, [heads]) are
     transformers' too. Returns [B, T, heads, width] and None. Raises UnsupportedError for masks, attention that is not
     causal, keywords it does not know, and incremental decoding of several tokens at once.
     """

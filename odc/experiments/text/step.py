@@ -1,4 +1,4 @@
-"""One optimizer step of a causal language model: plan, run the microbatches, agree on the loss, update.
+"""Fine-tuning of a causal language model: a step plans, runs the microbatches, agrees on the loss and updates.
 
 Every rank makes the same plan from the same lengths, without communication. Ranks meet for the loss once a step.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -19,19 +20,20 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from odc.arms import arm_named
+from odc.arms import ARM_NAMES, ArmName, arm_named
 from odc.balance import Plan, cost_from_config, queue_of
 from odc.blocks import blocks_of
 from odc.errors import AbandonedMinibatchError
 from odc.experiments.arms import run_minibatch, run_queue, shard_model
-from odc.experiments.config import JobConfig
+from odc.experiments.config import DEFAULT_ARMS, JobConfig
 from odc.experiments.data.dataset import MinibatchSampler, load_dataset
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import Microbatch, pack, padded_dummy
 from odc.experiments.device import out_of_memory, settle
-from odc.experiments.preflight import model_source
+from odc.experiments.launch import start_server
+from odc.experiments.preflight import check_arm, check_extras, model_source, preflight
 from odc.experiments.progress import Progress
-from odc.experiments.results import SkippedStep, StepRecord
+from odc.experiments.results import ArmRun, SkippedStep, StepRecord, totals
 from odc.experiments.text.export import export
 from odc.experiments.text.lora import add_adapters
 from odc.experiments.text.loss import loss_scale, use_document_loss
@@ -40,8 +42,8 @@ from odc.experiments.text.packing_check import check_documents_once
 from odc.experiments.text.pieces import DocumentPieces
 from odc.experiments.text.validation import validation_loss
 from odc.experiments.update import adamw, agree, set_rate, update
-from odc.experiments.workload import Trainer
-from odc.trace import OPTIMIZER, piece_of, recorder
+from odc.experiments.workload import Trainer, Workload
+from odc.trace import OPTIMIZER, Stat, piece_of, recorder
 
 NS = 1e-9
 
@@ -51,7 +53,7 @@ class TextStep(StepRecord):
     """One optimizer step. The planner's cost model predicts bubbles, of the plan and of the best possible plan.
 
     `counts` are microbatches and pieces of split samples by rank; in all, `dummies` of them are dummies and `pieces`
-    are pieces. `retried` says why the minibatch had to run again.
+    are pieces. `retried` is why the minibatch had to run again.
     """
 
     lr: float
@@ -264,3 +266,67 @@ class TextTrainer(Trainer):
         factor = self.config.slowed().get(dist.get_rank(), 1.0)
         if factor > 1:
             time.sleep((factor - 1) * computed_s)
+
+
+class TextWorkload(Workload[JobConfig]):
+    """A job of `odc train` or `odc compare`."""
+
+    schema = "odc-compare-1"
+    arms = ARM_NAMES
+    default_arms = DEFAULT_ARMS
+
+    def __init__(self, config: JobConfig) -> None:
+        super().__init__(config, config, config.label or "odc train", config.output)
+        self.device = config.device
+        self.keeps |= config.export is not None
+
+    def check_arm(self) -> None:
+        check_arm(self.config, self.config.arm)
+
+    def check_extras(self) -> None:
+        check_extras(self.config)
+
+    def check(self) -> None:
+        preflight(self.config)
+
+    def prepare(self, title: str = "") -> None:
+        """Also puts token ids into the cache, where ranks find them."""
+        self.check()
+        start_server()  # loads while the data is read
+        progress = Progress(self.config.steps, title or self.title)
+        try:
+            dataset = load_dataset(self.config, progress)
+            job, count = self.config, len(dataset.documents)
+            epochs = job.steps * job.minibatch_size / count
+            unseen = f", {len(dataset.valid)} for validation" if dataset.valid else ""
+            progress.phase(
+                f"{count} documents{unseen}, {sum(dataset.lengths):,} tokens; {job.steps} steps of "
+                f"{job.minibatch_size} are {epochs:.2g} epochs; starting the ranks"
+            )
+        finally:
+            progress.close()
+
+    def trainer(self, progress: Progress, device: torch.device) -> TextTrainer:
+        return TextTrainer(self.config, progress, device)
+
+    def with_arm(self, arm: str, title: str = "", spans: str | None = None) -> Self:
+        changes: dict[str, Any] = {"arm": cast(ArmName, arm), "label": title, "output": None, "spans": spans}
+        return type(self)(self.config.with_(**changes))
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.config.to_dict()
+
+    def figures(self, runs: Sequence[ArmRun], skip: int, seconds: Sequence[float]) -> dict[str, Any]:
+        steps = runs[0].results[0].steps[skip:]
+        return {
+            "samples_per_s": Stat.of(s.samples / t for s, t in zip(steps, seconds, strict=True)).to_dict(),
+            "tokens_per_s": Stat.of(s.tokens / t for s, t in zip(steps, seconds, strict=True)).to_dict(),
+            "total": totals(steps, sum(seconds)),
+            "plan": {
+                "bubble": fmean(step.plan_bubble for step in steps),
+                "bound": fmean(step.bound_bubble for step in steps),
+                "microbatches": [step.counts for step in steps],
+                "dummies": sum(step.dummies for step in steps),
+                "pieces": [step.pieces for step in steps],
+            },
+        }

@@ -2,28 +2,19 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 from pathlib import Path
 
 import pytest
 from support.tiny_job import tiny_job
 
-from odc.experiments.data.bpe import BpeTokenizer, ByteTokenizer
-from odc.experiments.data.dataset import cache_folder, load_dataset
+from odc.experiments.data.bpe import BpeTokenizer
+from odc.experiments.data.dataset import load_dataset
 from odc.experiments.data.tokenizer import HfTokenizer
 from odc.experiments.progress import Progress
 
 
 def _quiet() -> Progress:
     return Progress(1, shown=False)
-
-
-def test_bytes_are_counted_and_cached(tmp_path: Path) -> None:
-    config = tiny_job(tmp_path)
-    first, again = load_dataset(config, _quiet()), load_dataset(config, _quiet())
-    assert isinstance(first.tokenizer, ByteTokenizer)
-    assert first.lengths == again.lengths and len(first.lengths) == 40
-    assert [name[:4] for name in os.listdir(cache_folder(config))] == ["ids-"]
 
 
 def test_a_bpe_is_trained_unless_the_model_brings_its_tokenizer(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 from odc.errors import DataError
 from odc.experiments.data.bpe import ByteTokenizer
 from odc.experiments.data.documents import Document, load_documents
-from odc.experiments.data.rows import PromptCompletion
-from odc.experiments.data.sources import RawDocument
+from odc.experiments.data.sources import PromptCompletion, RawDocument
 
 BYTES = ByteTokenizer()
 CHAT = ({"role": "user", "content": "Q"}, {"role": "assistant", "content": "AB"})

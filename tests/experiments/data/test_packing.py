@@ -8,7 +8,7 @@ import torch
 
 from odc.errors import DataError
 from odc.experiments.data.documents import Document
-from odc.experiments.data.packing import IGNORED, Microbatch, pack, padded_dummy
+from odc.experiments.data.packing import IGNORED, Microbatch, pack
 
 
 def document(tokens: list[int], trained: list[int] | None = None) -> Document:
@@ -23,17 +23,11 @@ def test_two_documents_by_hand():
     assert mb.labels.tolist() == [[6, 7, IGNORED, 9, IGNORED]]
     assert (mb.lengths, mb.label_tokens, mb.tokens) == ((3, 2), 3, 5)
     assert {t.dtype for t in (mb.input_ids, mb.position_ids, mb.labels)} == {torch.int64}
-
-
-def test_untrained_tokens_are_no_labels():
-    mb = pack([document([5, 6, 7, 8], [0, 0, 1, 0])])
-    assert mb.labels.tolist() == [[IGNORED, 7, IGNORED, IGNORED]]
-    assert mb.label_tokens == 1
-
-
-def test_a_trained_first_token_is_not_predicted_by_the_document_before():
-    mb = pack([document([5, 6]), document([7, 8], [1, 1])])
-    assert mb.labels.tolist() == [[6, IGNORED, 8, IGNORED]]
+    assert pack([document([5, 6, 7, 8], [0, 0, 1, 0])]).labels.tolist() == [[IGNORED, 7, IGNORED, IGNORED]]
+    trained_first = pack([document([5, 6]), document([7, 8], [1, 1])])
+    assert trained_first.labels.tolist() == [[6, IGNORED, 8, IGNORED]], (
+        "no document predicts the next one's first token"
+    )
 
 
 def test_model_inputs():
@@ -45,12 +39,6 @@ def test_model_inputs():
     assert inputs["labels"] is mb.labels
     assert "labels" not in mb.model_inputs(labels=False)
     assert inputs["use_cache"] is False
-
-
-def test_dummy_has_no_labels():
-    mb = padded_dummy()
-    assert (mb.tokens, mb.label_tokens, mb.lengths) == (1, 0, (1,))
-    assert mb.labels.tolist() == [[IGNORED]]
 
 
 def test_to_keeps_everything():

@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from odc.errors import DataError
-from odc.experiments.data.rows import PromptCompletion
-from odc.experiments.data.sources import RawDocument, TextFolder, read_source, source_named, stdlib_source
+from odc.experiments.data.sources import (
+    PromptCompletion,
+    RawDocument,
+    TextFolder,
+    read_source,
+    source_named,
+    stdlib_source,
+)
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 
@@ -20,40 +26,28 @@ def names(documents: list[RawDocument]) -> list[str]:
     return [document.name for document in documents]
 
 
-def test_folder_is_recursive_sorted_and_filtered(tmp_path: Path):
+def test_folder_is_recursive_sorted_and_filtered(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
-    for name, text in {"z.txt": "z", "b/a.MD": "é", "b/c.bin": "no", ".git/x.py": "no", "a.py": "a"}.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    documents = read_source(tmp_path)
-    assert names(documents) == ["a.py", "b/a.MD", "z.txt"]
-    assert [document.content for document in documents] == ["a", "é", "z"]
-    assert names(read_source(TextFolder(tmp_path, (".bin", ".py"), exclude=("b",)))) == ["a.py"]
-
-
-def test_line_ends_are_kept(tmp_path: Path):
-    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n")
-    assert read_source(tmp_path)[0].content == "one\r\ntwo\n"
-
-
-def test_one_text_file(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("a")
-    assert read_source(tmp_path / "a.txt") == [RawDocument("a.txt", "a")]
-
-
-def test_empty_files_are_left_out_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.txt").write_text("")
+    texts = {"z.txt": "z\r\ny\n", "b/a.MD": "é", "b/c.bin": "no", ".git/x.py": "no", "a.py": "a", "empty.txt": ""}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text.encode())
     with caplog.at_level(logging.INFO):
-        assert names(read_source(tmp_path)) == ["a.txt"]
+        documents = read_source(tmp_path)
     assert "skipped 1 empty" in caplog.text
+    assert names(documents) == ["a.py", "b/a.MD", "z.txt"]
+    assert [document.content for document in documents] == ["a", "é", "z\r\ny\n"], "line ends are kept"
+    assert read_source(tmp_path / "a.py") == [RawDocument("a.py", "a")]
+    assert names(read_source(TextFolder(tmp_path, (".bin", ".py"), exclude=("b",)))) == ["a.py"]
 
 
 def test_file_that_is_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match=r"latin\.txt is not UTF-8"):
-        read_source(tmp_path)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xff"}')
+    for path, name in ((tmp_path, "txt"), (tmp_path / "latin.jsonl", "jsonl")):
+        with pytest.raises(DataError, match=rf"latin\.{name} is not UTF-8"):
+            read_source(path)
     assert names(read_source(tmp_path, unreadable="skip")) == ["a.txt"]
     assert "skipped 1 files" in caplog.text
 
@@ -101,13 +95,6 @@ def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=message):
-        read_source(path)
-
-
-def test_jsonl_that_is_not_utf8(tmp_path: Path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b'{"text": "\xff"}')
-    with pytest.raises(DataError, match="is not UTF-8"):
         read_source(path)
 
 

@@ -89,13 +89,6 @@ def test_saved_beside_a_model_they_give_the_same_ids(tmp_path: Path, bpe: BpeTok
         assert load_tokenizer(folder).encode(decomposed).tolist() == own.encode(decomposed).tolist()
 
 
-def test_saved_bpe_decodes(tmp_path: Path, bpe: BpeTokenizer):
-    from transformers import AutoTokenizer
-
-    bpe.save(tmp_path)
-    assert AutoTokenizer.from_pretrained(str(tmp_path)).decode(bpe.encode(TEXT).tolist()) == TEXT
-
-
 def test_chat_trains_the_answers_only():
     tokens, trained = ByteTokenizer().encode_chat(CHAT)
     answers = [*b"A mark.\n", 258, *b"def f", 258]

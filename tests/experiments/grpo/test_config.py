@@ -10,7 +10,7 @@ from odc.experiments.grpo.samples import UpperHalf
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"arm": "odc-dynamic"}, "arm must be one of"),
         ({"lag": 2}, "lag must be one of 0, 1"),
@@ -25,8 +25,8 @@ from odc.experiments.grpo.samples import UpperHalf
         ({"arm": "odc-split", "least_piece": 0}, "least_piece must be a whole number, 1 or more"),
     ],
 )
-def test_what_cannot_be(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_what_cannot_be(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         GrpoConfig(**fields)
 
 

@@ -100,8 +100,3 @@ def test_a_stop_token_that_is_not_there(tmp_path: Path) -> None:
     config = toy(tmp_path)
     with pytest.raises(ConfigError, match="stop token 64"):
         Generator(config, Path(config.model), [64])
-
-
-def test_a_microbatch_without_samples_is_a_dummy() -> None:
-    batch = batch_of([], [])
-    assert batch.inputs.tokens == 1 and batch.inputs.label_tokens == 0 == len(batch.log_probs)

@@ -23,14 +23,14 @@ def test_equal_samples_and_equal_counts_under_the_cap(lengths: list[int], cap: i
 
 
 @pytest.mark.parametrize(
-    ("lengths", "says"),
+    ("lengths", "message"),
     [
         ([5, 5, 5], "3 samples do not divide by 2 ranks"),
         ([5, 101], "sample 1 has 101 tokens"),
     ],
 )
-def test_where_verl_raises(lengths: list[int], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
+def test_where_verl_raises(lengths: list[int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         verl_plan(lengths, 2, 100, linear_cost)
 
 

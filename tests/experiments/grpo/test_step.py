@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,10 @@ from odc.fsdp import shutdown
 Pools = Callable[[int], RankPool]
 
 
-def told(result: GrpoResult) -> list[GrpoStep]:
-    """What must agree: all but times and versions."""
-    return [
-        GrpoStep(
-            **{
-                **vars(step),
-                "version": None,
-                "rollout_s": 0.0,
-                "train_s": 0.0,
-                "step_s": 0.0,
-                "bubble": None,
-                "counts": [],
-            }
-        )
-        for step in result.steps
-    ]
+def known(result: GrpoResult) -> list[GrpoStep]:
+    """What must agree: all but times, versions and counts."""
+    times = {"rollout_s": 0.0, "train_s": 0.0, "step_s": 0.0, "bubble": None}
+    return [replace(step, version=None, counts=[], **times) for step in result.steps]
 
 
 def test_fsdp2_and_odc_agree_step_for_step(ranks: Pools, tmp_path: Path) -> None:
@@ -44,8 +33,8 @@ def test_fsdp2_and_odc_agree_step_for_step(ranks: Pools, tmp_path: Path) -> None
     arms = [("fsdp2", "arm"), ("odc-equal", "arm"), ("fsdp2", "verl"), ("odc", "arm")]
     configs = [config.with_(arm=arm, balance=balance) for arm, balance in arms]
     mine, other = ranks(2).run(train_each, configs)
-    assert [told(result) for result in mine] == [told(result) for result in other], "ranks know the same"
-    collective, on_demand, *rest = (told(result) for result in mine)
+    assert [known(result) for result in mine] == [known(result) for result in other], "ranks know the same"
+    collective, on_demand, *rest = (known(result) for result in mine)
     assert len(collective) == 3 and collective[0].kl < collective[-1].kl
     for others in (on_demand, *rest):
         for expected, found in zip(collective, others, strict=True):
@@ -63,10 +52,10 @@ def test_long_responses_may_be_split(ranks: Pools, tmp_path: Path) -> None:
     whole = toy(tmp_path, response_tokens=90, max_tokens=96, **fields)
     split = whole.with_(arm="odc-split", max_tokens=50, least_piece=8)
     mine, other = ranks(2).run(train_each, [whole, split])
-    assert told(mine[1]) == told(other[1]), "ranks know the same"
+    assert known(mine[1]) == known(other[1]), "ranks know the same"
     longest = [step.longest for step in mine[1].steps]
     assert max(longest) + whole.prompt_tokens > split.max_tokens, "nothing had to be split"
-    for expected, found in zip(told(mine[0]), told(mine[1]), strict=True):
+    for expected, found in zip(known(mine[0]), known(mine[1]), strict=True):
         assert (found.reward, found.response_tokens) == (expected.reward, expected.response_tokens)
         assert [found.loss, found.kl, found.norm] == pytest.approx(
             [expected.loss, expected.kl, expected.norm], rel=1e-4, abs=1e-6
@@ -122,12 +111,12 @@ def train_with_a_rollout_that_dies(rank: int, world: int, config: GrpoConfig) ->
     return "no error"
 
 
-def test_a_rollout_process_that_dies_is_told(ranks: Pools, tmp_path: Path) -> None:
+def test_a_rollout_process_that_dies_is_named(ranks: Pools, tmp_path: Path) -> None:
     (said,) = ranks(1).run(train_with_a_rollout_that_dies, toy(tmp_path, ranks=1))
     assert said == "the rollout process ended with code -9"
 
 
-def test_an_error_of_the_rollout_process_is_told(tmp_path: Path) -> None:
+def test_an_error_of_the_rollout_process_is_passed_on(tmp_path: Path) -> None:
     """One that comes before the process has loaded transformers."""
     config = toy(tmp_path)
     (tmp_path / "model.json").unlink()
@@ -157,7 +146,7 @@ def test_a_resumed_job_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path, lag: in
     first = str(folder / "checkpoints" / "step-00000002")
     resumed = straight.with_(folder=str(tmp_path / "again"), resume=first, output=str(log))
     for expected, found in ranks(2).run(train_each, [straight, resumed]):
-        assert len(expected.steps) == 4 and told(found) == told(expected)[2:]
+        assert len(expected.steps) == 4 and known(found) == known(expected)[2:]
         assert found.checkpoint == str(tmp_path / "again" / "checkpoints" / "step-00000004")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4] and all(0 <= line["bubble"] < 1 for line in lines)

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_multimodal import run_here, tiny_job
+from support.tiny_multimodal import run_job, tiny_job
 
 HostPools = Callable[[int, int], Any]
 
 
 def losses(rank: int, world: int, folder: str, per_node: int) -> tuple[list[float], int]:
     """Of every step; and the bytes that this rank sent to other hosts."""
-    result = run_here(tiny_job(Path(folder), per_node=per_node, ranks=world, arm="odc", reproducible=True))
+    config = tiny_job(Path(folder), per_node=per_node, ranks=world, arm="odc", reproducible=True)
+    result = run_job(rank, world, config)
     far = sum(count.far for record in result.steps for count in record.phases.values())
     return [record.loss for record in result.steps], far
 

@@ -31,14 +31,11 @@ def counted(run: object) -> int:
     return counter.get_total_flops()
 
 
-def test_image(towers: dict[str, Any]) -> None:
-    flops = counted(lambda: towers["image"](torch.randn(48, 48), torch.tensor([[6, 8]])))
-    assert COSTS["image"](48) / 3 == pytest.approx(flops, rel=1e-6)
-
-
-def test_audio(towers: dict[str, Any]) -> None:
-    flops = counted(lambda: towers["audio"](torch.randn(1, 80, 8), [80]))
-    assert COSTS["audio"](40) / 3 == pytest.approx(flops, rel=1e-6)
+def test_encoders(towers: dict[str, Any]) -> None:
+    image = counted(lambda: towers["image"](torch.randn(48, 48), torch.tensor([[6, 8]])))
+    audio = counted(lambda: towers["audio"](torch.randn(1, 80, 8), [80]))
+    assert COSTS["image"](48) / 3 == pytest.approx(image, rel=1e-6)
+    assert COSTS["audio"](40) / 3 == pytest.approx(audio, rel=1e-6)
 
 
 def test_language_model_counts_as_in_odc_balance() -> None:

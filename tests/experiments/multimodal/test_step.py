@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.tiny_multimodal import rank_job, run_here, tiny_job, write_examples
+from support.tiny_job import complete
+from support.tiny_multimodal import rank_job, run_job, tiny_job, write_examples
 
 from odc.experiments.data.dataset import MinibatchSampler
 from odc.experiments.multimodal.config import TRANSPORTS, MultimodalConfig
@@ -18,17 +17,12 @@ from odc.experiments.multimodal.examples import deal, read_examples
 from odc.experiments.multimodal.model import load_config
 from odc.experiments.multimodal.plan import BALANCES
 from odc.experiments.multimodal.step import MultimodalResult
-from odc.fsdp import shutdown
 
 Pools = Callable[[int], Any]
 
 
-def run_job(rank: int, world: int, config: MultimodalConfig) -> MultimodalResult:
-    return run_here(config)
-
-
 def run_jobs(rank: int, world: int, configs: list[MultimodalConfig]) -> list[MultimodalResult]:
-    return [run_here(config) for config in configs]
+    return [run_job(rank, world, config) for config in configs]
 
 
 # By collectives: what nothing, everything and all ranks' rows are moved by. On demand every balance.
@@ -78,9 +72,7 @@ def gradients(rank: int, world: int, config: MultimodalConfig) -> tuple[dict[str
                     kept[f"{tower}.{name}"] = parameter.grad.full_tensor().clone()  # type: ignore[attr-defined]
 
     job.trainer.optimizer.register_step_pre_hook(keep)
-    result = job.run()
-    dist.barrier()
-    shutdown()
+    result = complete(job)
     return kept, [[phase for phase, count in step.phases.items() if count.computed] for step in result.steps]
 
 
@@ -114,7 +106,7 @@ def reference_gradients(config: MultimodalConfig) -> dict[str, torch.Tensor]:
     }
 
 
-# Nobody has audio in the last, and ranks have nothing at all where there are fewer examples.
+# No rank has audio in the last, and ranks have nothing at all where there are fewer examples.
 MIXES = [
     (2, ["i", "", "ai", "", "a", "aa"]),
     (2, ["ii", "iai", "i", "", "", ""]),
@@ -148,28 +140,3 @@ def test_gradients_are_those_of_every_example_alone(
             letters = "".join(mine)  # type: ignore[arg-type]
             has = {"image": "i" in letters, "audio": "a" in letters, "llm": bool(mine)}
             assert phases[0] == [phase for phase, there in has.items() if there]  # and nothing else was run
-
-
-def trained(rank: int, world: int, config: MultimodalConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of the job and its whole parameters at the end."""
-    job = rank_job(config)
-    result: MultimodalResult = job.run()
-    parameters = {name: p.full_tensor().detach().clone() for name, p in job.trainer.model.named_parameters()}
-    dist.barrier()
-    shutdown()
-    return [step.loss for step in result.steps], parameters
-
-
-# Under fsdp2 the text job's test of this name resumes, and draws, saves and loads by the same lines.
-@pytest.mark.parametrize("arm", ["odc", pytest.param("fsdp2", marks=pytest.mark.thorough)])
-def test_a_resumed_job_goes_on_bit_for_bit(ranks: Pools, tmp_path: Path, arm: str) -> None:
-    base = tiny_job(tmp_path, arm=arm, steps=4, warmup=1, reproducible=arm == "odc", save_every=2, output="set below")
-    straight, expected = ranks(2).run(trained, base.with_(output=str(tmp_path / "straight")))[0]
-    first = tmp_path / "straight" / "checkpoints" / "step-00000002"
-    resumed, got = ranks(2).run(trained, base.with_(output=str(tmp_path / "again"), resume=str(first)))[0]
-    assert resumed == straight[2:] and len(straight) == 4
-    assert expected.keys() == got.keys()
-    for name, value in expected.items():
-        assert torch.equal(value, got[name]), name
-    lines = (tmp_path / "straight" / "steps.jsonl").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in lines] == straight

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command import odc
 from support.tiny_multimodal import tiny_job
 
-from odc.cli import main
 from odc.errors import ConfigError
 from odc.experiments.compare import CompareConfig
 from odc.experiments.multimodal.workload import MultimodalWorkload
@@ -40,10 +40,9 @@ def test_one_table_of_all_that_was_asked_for(
     monkeypatch.setattr(sys, "argv", ["odc", "train-mm", *options])
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", "1")
-    with pytest.raises(SystemExit) as ended:
-        main(["train-mm", *options])
+    code = odc("train-mm", *options)
     table, progress = capfd.readouterr()
-    assert ended.value.code == 0, progress
+    assert code == 0, progress
     assert "Traceback" not in progress and "Warning" not in progress
     rows = [line.split() for line in table.splitlines() if line.startswith(("fsdp2/", "odc/"))]
     assert [row[0] for row in rows] == wanted and {len(row) for row in rows} == {14}
@@ -90,52 +89,15 @@ def test_one_arm_is_a_job_that_can_be_resumed(tmp_path: Path, capfd: pytest.Capt
     options = ["--arm", "odc/full", "--model", job.model, "--data", job.data, "--minibatch-size", "6"]
     options += ["--output", str(output)]
     for steps, more in (("1", ["--save-every", "1"]), ("2", ["--resume", str(output)])):
-        with pytest.raises(SystemExit) as ended:
-            main(["train-mm", *options, "--steps", steps, *more])
-        said = capfd.readouterr()
-        assert ended.value.code == 0, said.err
+        code, said = odc("train-mm", *options, "--steps", steps, *more), capfd.readouterr()
+        assert code == 0, said.err
         assert said.err.startswith(f"odc train-mm: odc/full, 2 ranks, {steps} steps\n")
         assert f"step {steps}: loss " in said.out and f"checkpoints/step-0000000{steps}" in said.out
     assert [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()] == [1, 2]
 
 
-REFUSED = [
-    (["--arm", "odc/best"], "arm must be one of fsdp2/none,"),
-    (["--arm", "odc/full", "--repeats", "2"], "arm trains one job; --arms, --repeats"),
-    (["--resume", "runs/before"], "a comparison neither resumes"),
-    (["--arm", "odc/full", "--resume", "runs/before"], "resume: no checkpoint in runs/before"),
-    (["--arms", "odc/best"], "odc/full, not 'odc/best'"),
-    (["--arms", "odc/full,odc/full"], "arms must be different"),
-    (["--per-node", "3"], "per_node must divide"),
-    (["--model", "mm-none"], "no shipped multimodal config"),
-    (["--data", "none.jsonl"], "there is no file none.jsonl"),
-    (["--skip", "10"], "skip must leave a step"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), REFUSED)
-def test_what_cannot_run_is_refused_first(
-    tmp_path: Path, change: list[str], message: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = tiny_job(tmp_path).job
-    options = ["--model", job.model, "--data", job.data, "--output", str(tmp_path / "out"), *change]
-    with pytest.raises(SystemExit) as ended:
-        main(["train-mm", *options])
-    assert ended.value.code == 2 and message in capfd.readouterr().err
-
-
-def test_data_or_the_demo(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train-mm"])
-    assert "--demo" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("changes", [{"precision": "bf16"}, {"arm": "odc-equal"}, {"slow": "1:2"}, {"export": "x"}])
 def test_what_a_multimodal_job_cannot_do(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert len(CompareConfig(MultimodalWorkload(tiny_job(tmp_path, output=str(tmp_path)))).arms) == 12
     with pytest.raises(ConfigError):
         tiny_job(tmp_path, **changes)
-
-
-def test_all_twelve_arms_unless_told_otherwise(tmp_path: Path) -> None:
-    config = CompareConfig(MultimodalWorkload(tiny_job(tmp_path, output=str(tmp_path))))
-    assert len(config.arms) == 12 and config.workload.with_arm("fsdp2/llm-only").config.name == "fsdp2/llm-only"

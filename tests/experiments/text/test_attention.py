@@ -77,26 +77,6 @@ def test_packed_equals_documents_alone(checkpointing: str | None):
         torch.testing.assert_close(grads[name], grad, rtol=2e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_equals_transformers_own_block_mask():
-    inputs = packed(LENGTHS)
-    starts = inputs.pop("cu_seq_lens_q")
-    masked = tiny("sdpa")(**inputs, use_cache=False).logits
-    mine = tiny(register())(**inputs, cu_seq_lens_q=starts, use_cache=False).logits
-    torch.testing.assert_close(mine, masked, rtol=1e-5, atol=1e-6)
-
-
-def test_documents_do_not_see_each_other():
-    model = tiny(register()).eval()
-    inputs = packed(LENGTHS)
-    before = model(**inputs, use_cache=False).logits
-    changed = inputs | {"input_ids": inputs["input_ids"].clone()}
-    changed["input_ids"][0, 8] = (changed["input_ids"][0, 8] + 1) % 61
-    after = model(**changed, use_cache=False).logits
-    assert torch.equal(before[:, :8], after[:, :8])
-    assert torch.equal(before[:, 27:], after[:, 27:])
-    assert not torch.allclose(before[:, 8:27], after[:, 8:27])
-
-
 def test_rows_without_lengths_are_one_document_each():
     ids = torch.randint(0, 61, (3, 11))
     expected = tiny("eager")(input_ids=ids, use_cache=False).logits

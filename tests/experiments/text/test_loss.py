@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import socket
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy, linear
 
 from odc.errors import UnsupportedError
 from odc.experiments.data.packing import IGNORED, Microbatch, padded_dummy
-from odc.experiments.text.loss import loss_scale, token_loss_sum, use_document_loss
+from odc.experiments.text.loss import token_loss_sum, use_document_loss
 
 transformers = pytest.importorskip("transformers", reason="needs the train extra")
 
@@ -72,31 +70,12 @@ def test_backward_twice_over_a_kept_graph():
     torch.testing.assert_close(weight.grad, 2 * once)
 
 
-def test_without_labels_gradients_are_zeros_not_none():
-    hidden, weight, labels, _ = inputs(torch.float32, bias=False)
-    loss = token_loss_sum(hidden, weight, torch.full_like(labels, IGNORED))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert weight.grad is not None
-    assert not weight.grad.any()
-    assert hidden.grad is not None
-    assert not hidden.grad.any()
-
-
 def test_frozen_head_and_no_grad():
     hidden, weight, labels, _ = inputs(torch.float32, bias=False)
     token_loss_sum(hidden, weight.detach(), labels).backward()
     assert hidden.grad is not None
     with torch.no_grad():
         assert not token_loss_sum(hidden, weight, labels).requires_grad
-
-
-def test_scale_gives_the_mean_over_all_ranks_tokens():
-    sums, labels = [30.0, 2.0, 0.0], [10, 6, 0]
-    scale = loss_scale(3, sum(labels))
-    averaged = sum(value * scale for value in sums) / 3
-    assert averaged == pytest.approx(32.0 / 16)
-    assert loss_scale(4, 0) == 0.0
 
 
 def tiny(**changes):
@@ -146,30 +125,6 @@ def test_dummy_microbatch_gives_zero_gradients_everywhere():
     model = use_document_loss(tiny())
     assert step(model, padded_dummy()).item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-
-
-@pytest.fixture
-def one_rank():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("reshard", [True, None])
-def test_under_fsdp_the_head_is_gathered_when_the_loss_needs_it(one_rank, reshard: bool | None):
-    from torch.distributed.fsdp import fully_shard
-
-    mb, plain = microbatch(), use_document_loss(tiny())
-    model = use_document_loss(tiny())
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model, reshard_after_forward=reshard)
-    torch.testing.assert_close(step(model, mb), step(plain, mb))
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_unsuitable_heads_are_refused():

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from support.tiny_job import rank_job, tiny_job
+from support.tiny_job import complete, rank_job, tiny_job
 
 from odc.experiments.config import JobConfig
 from odc.experiments.device import out_of_memory
 from odc.experiments.results import JobResult
 from odc.experiments.text.step import TextStep
-from odc.fsdp import shutdown
 
 pytest.importorskip("transformers", reason="needs the train extra")
 
@@ -62,10 +60,7 @@ def short_of_memory(
         with_kwargs=True,
     )
     job.trainer.run = noted
-    result = job.run()
-    dist.barrier()
-    shutdown()
-    return result, sums
+    return complete(job), sums
 
 
 @pytest.mark.parametrize("arm", ["odc", "odc-dynamic"])

@@ -18,12 +18,12 @@ from odc.experiments import job
 from odc.experiments.config import GrpoConfig
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import pack
-from odc.experiments.grpo.workload import GrpoWorkload
+from odc.experiments.grpo.step import GrpoWorkload
 from odc.experiments.launch import JobFailedError
 from odc.experiments.text.loss import use_document_loss
 from odc.experiments.text.model import build_model
 from odc.experiments.text.packing_check import check_documents, packing_error
-from odc.experiments.text.workload import TextWorkload
+from odc.experiments.text.step import TextWorkload
 
 transformers = pytest.importorskip("transformers", reason="needs the train extra")
 
@@ -184,10 +184,13 @@ def job_of(folder: Path, kind: str, **more: Any) -> str:
     return str(folder / "config.json")
 
 
-def test_train_refuses_before_its_first_step(tmp_path: Path):
-    config = tiny_job(tmp_path).with_(model=job_of(tmp_path, "stablelm"), ranks=2, output=str(tmp_path / "run"))
-    with pytest.raises(JobFailedError, match="do not stay apart in stablelm models"):
-        job.run(TextWorkload(config))
+@pytest.mark.parametrize("kind", ["stablelm", "mamba"])
+def test_jobs_are_refused_before_their_first_step(tmp_path: Path, kind: str):
+    model = job_of(tmp_path, kind)
+    train = TextWorkload(tiny_job(tmp_path).with_(model=model, ranks=2, output=str(tmp_path / "run")))
+    grpo = GrpoWorkload(GrpoConfig(model=model, ranks=2, steps=1, timeout_s=60.0))
+    with pytest.raises(JobFailedError, match=f"do not stay apart in {kind} models"):
+        job.run(train if kind == "stablelm" else grpo)
     assert not (tmp_path / "run" / "steps.jsonl").exists()
 
 
@@ -200,12 +203,6 @@ def test_train_with_windows_caps_and_validation(tmp_path: Path):
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["final_logit_softcapping"] is not None
     assert result.steps[0].valid_loss > 0
-
-
-def test_grpo_refuses_before_its_first_step(tmp_path: Path):
-    config = GrpoConfig(model=job_of(tmp_path, "mamba"), ranks=2, steps=1, timeout_s=60.0)
-    with pytest.raises(JobFailedError, match="do not stay apart in mamba models"):
-        job.run(GrpoWorkload(config))
 
 
 def test_models_that_only_have_attentions_of_their_own_are_config_errors(tmp_path: Path):

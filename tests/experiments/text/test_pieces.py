@@ -11,17 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.ranks import RanksFailed
-from support.tiny_job import CONFIG, rank_job, run_here, tiny_job
+from support.tiny_job import CONFIG, complete, rank_job, run_job, tiny_job
 
-from odc.balance import Plan
 from odc.errors import DataError, UnsupportedError
 from odc.experiments.config import JobConfig
 from odc.experiments.results import JobResult
-from odc.experiments.text.step import TextStep
-from odc.experiments.text.workload import TextWorkload
-from odc.fsdp import shutdown
+from odc.experiments.text.step import TextStep, TextWorkload
 from odc.split import SamplePiece
 from odc.trace import MICROBATCH, WAIT, load_spans, piece_of
 
@@ -32,10 +28,6 @@ Pools = Callable[[int], Any]
 
 def split_job(folder: Path, **changes: Any) -> JobConfig:
     return tiny_job(folder, **{"arm": "odc-split", "least_piece": 4, "minibatch_size": 2} | changes)
-
-
-def run_job(rank: int, world: int, config: JobConfig) -> JobResult[TextStep]:
-    return run_here(config)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +103,7 @@ def without_memory(rank: int, world: int, config: JobConfig, failing: int) -> Jo
         raise torch.OutOfMemoryError("tried to allocate more than there is")
 
     job.trainer.model.model.layers[0].register_forward_hook(fail, with_kwargs=True)
-    result: JobResult[TextStep] = job.run()
-    dist.barrier()
-    shutdown()
+    result: JobResult[TextStep] = complete(job)
     return result
 
 
@@ -149,8 +139,3 @@ def test_a_model_that_cannot_be_split_is_refused_before_ranks_start(tmp_path: Pa
     with pytest.raises(UnsupportedError, match="rotary embedding .dynamic."):
         TextWorkload(config).prepare()
     TextWorkload(config.with_(arm="odc")).prepare()
-
-
-def test_a_plan_without_long_samples_has_no_pieces(tmp_path: Path) -> None:
-    plan = Plan.of([[[0]], [[1]]], [1.0, 1.0])
-    assert plan.splits == [] and split_job(tmp_path).with_(least_piece=0).piece_floor == 256

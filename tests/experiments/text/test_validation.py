@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_job import run_here, tiny_job
+from support import tiny_job as here
+from support.tiny_job import tiny_job
 
 from odc.arms import ArmName
 from odc.experiments.config import JobConfig
@@ -26,7 +27,7 @@ def run_job(rank: int, world: int, config: JobConfig, at_once: int) -> JobResult
     """The job, with validation planned for `at_once` documents at a time."""
     whole, validation._AT_ONCE = validation._AT_ONCE, at_once
     try:
-        return run_here(config)
+        return here.run_job(rank, world, config)
     finally:
         validation._AT_ONCE = whole
 

@@ -91,19 +91,6 @@ def test_means_are_over_all_tokens_whoever_computed_them(ranks, model) -> None:
         assert sum(outcome["plain"]) / 2 == pytest.approx(outcome["metrics"]["mean"], rel=1e-6)
 
 
-def refused(rank: int, world: int, model: Path) -> str:
-    try:
-        trained(rank, world, model, "fsdp2", UNEVEN, 100)
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_verl_raises_where_counts_cannot_be_made_equal(ranks, model) -> None:
-    for message in ranks(2).run(refused, model):
-        assert "Requested 3 non-empty micro-batches, but a rank has only 2" in message
-
-
 def test_rebalanced_rows_train_to_the_same_weights(ranks, model) -> None:
     lengths = [[90, 80, 70], [8, 9, 10]]
     stay = ranks(2).run(trained, model, "odc", lengths, 100, {"rebalance": False})

@@ -87,16 +87,6 @@ def test_microbatches_keep_the_cap_the_groups_and_the_rows(lengths, size, balanc
         assert torch.equal(rows["input_ids"], batch["input_ids"][some])
 
 
-def test_nested_input_ids_and_order():
-    lengths = [30, 10, 20, 5, 60]
-    batch = Batch(input_ids=torch.nested.nested_tensor([torch.ones(n) for n in lengths], layout=torch.jagged))
-    batch.__class__ = type("Nested", (Batch,), {"__getitem__": lambda s, k: s.get(k) if isinstance(k, str) else k})
-    _, indices = rearrange_micro_batches(batch, 60, min_num_micro_batch=5)
-    work = [WORKLOAD(lengths[some[0]]) for some in indices]
-    peak = work.index(max(work))
-    assert work == sorted(work[: peak + 1]) + sorted(work[peak + 1 :], reverse=True)
-
-
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
@@ -176,26 +166,3 @@ def test_microbatches_as_few_and_as_even_as_verls(size: int) -> None:
         if len(ours) == len(theirs):
             work = [WORKLOAD(length) for length in lengths]
             assert longest(work, ours) <= longest(work, theirs) * 1.01
-
-
-def _counts(rank: int, world: int, lengths: list[list[int]]) -> list[int | str]:
-    """How many microbatches verl makes of a rank's samples, and how many we make; or the errors."""
-    own = verls_own()
-    found: list[int | str] = []
-    for function in (own.rearrange_micro_batches, rearrange_micro_batches):
-        try:
-            found.append(len(function(padded(lengths[rank]), 100, dp_group=torch.distributed.group.WORLD)[1]))
-        except ValueError as error:
-            found.append("ValueError, not PlanError" if type(error) is ValueError else type(error).__name__)
-    return found
-
-
-@needs_verl
-def test_ranks_agree_where_verls_do(ranks) -> None:
-    draw = random.Random(0)
-    for _ in range(4):
-        lengths = [[draw.randint(1, 60) for _ in range(12)] for _ in range(2)]
-        theirs, ours = zip(*ranks(2).run(_counts, lengths), strict=True)
-        assert len(set(ours)) == 1 and ours <= theirs
-    counts = ranks(2).run(_counts, [[60] * 4, [100, 10]])
-    assert counts == [["ValueError, not PlanError", "PlanError"]] * 2

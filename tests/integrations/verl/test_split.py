@@ -177,17 +177,17 @@ def refused(rank: int, world: int, model: Path) -> list[str]:
     join_as_verl(rank, world)
     found = []
 
-    def say(length: int, **settings: Any) -> None:
+    def refuse(length: int, **settings: Any) -> None:
         data = rows([9, length], 0, **{"use_dynamic_bsz": True, "max_token_len_per_gpu": 100, **settings})
         with pytest.raises((PlanError, UnsupportedError)) as caught, engine.train_mode():
             engine.train_batch(data, settings.get("loss_of", loss_with_metrics))
         found.append(str(caught.value))
 
     engine = build(model, "odc", odc={"split": True})
-    say(201)
-    say(101, return_model_output=True)
-    say(50, force_group_size=2)
-    say(50, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
+    refuse(201)
+    refuse(101, return_model_output=True)
+    refuse(50, force_group_size=2)
+    refuse(50, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
     for changes in ({"pad_to_length": True, "pad_to_length_bucket": 8}, {"of_model": {"use_fused_kernels": True}}):
         with pytest.raises(UnsupportedError) as caught:
             build(model, "odc", odc={"split": True}, **changes)

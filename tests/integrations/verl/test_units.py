@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 from torch import nn
 
-from odc.errors import ConfigError
 from odc.integrations.verl.units import units_of
 
 
@@ -29,10 +27,3 @@ def test_blocks_and_untied_ends() -> None:
     tied = Model(tied=True)
     tied._no_split_modules = {"Block"}
     assert units_of(tied) == [*tied.layers]
-
-
-def test_no_block() -> None:
-    with pytest.raises(ConfigError, match="no block to shard in Model \\(looked for none named\\)"):
-        units_of(Model(tied=True))
-    with pytest.raises(ConfigError, match="looked for Layer"):
-        units_of(Model(tied=True), ["Layer"])

@@ -1,6 +1,6 @@
-"""Collectives with a deadline that name who is missing, and a head that refuses a step on all ranks alike.
+"""Collectives with a deadline that name the missing ranks, and a head by which all ranks refuse a step together.
 
-Each rank counts its collectives in the job's store, so that a timeout can say who did not come.
+Each rank counts its collectives in the job's store, so that a timeout can name the ranks that did not come.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from odc.net import KeyValueStore
 T = TypeVar("T")
 
 
-class Meeting:
-    """A process group with marks, used by one thread at a time. All of these global ranks make it together.
+class CheckedGroup:
+    """A process group that counts its collectives, used by one thread at a time. These global ranks make it together.
 
-    The name is the same on every rank and unlike that of any other meeting. `timeout_s` holds for every collective.
+    The name is the same on every rank and unlike that of any other group. `timeout_s` holds for every collective.
     UnsupportedError if the ranks do not rise: those of its group do.
     """
 
@@ -34,8 +34,8 @@ class Meeting:
         self._store, self._name, self.ranks, self._timeout_s = store, name, ranks, timeout_s
         self.me = ranks.index(dist.get_rank())
         self._number = 0
-        # torch names a locally synchronized group by its ranks alone and meets at that name: one that was destroyed
-        # leaves stale addresses to the next, so groups of some ranks are kept to the end.
+        # torch names a locally synchronized group by its ranks alone and connects under that name: one that was
+        # destroyed leaves stale addresses to the next, so groups of some ranks are kept to the end.
         self._whole = ranks == tuple(range(dist.get_world_size()))
         self.group = dist.new_group(
             list(ranks),
@@ -67,22 +67,22 @@ class Meeting:
     def agree(self, what: str, refusal: str, *values: int) -> None:
         """Raise PlanError on every rank unless none has a refusal and all bring the same values, 63 bits each.
 
-        `refusal` says why this rank cannot go on; it is empty if it can.
+        `refusal` is why this rank cannot go on, or empty.
         """
         head = torch.tensor([int(bool(refusal)), *values], dtype=torch.int64)
         if refusal:
             self._store.set(f"{self._key(self.me)}/refusal", refusal)
         heads = [torch.empty_like(head) for _ in self.ranks]
         self.run(what, lambda: dist.all_gather(heads, head, group=self.group))
-        told = [tuple(values) for values in torch.stack(heads).tolist()]
-        refused = [i for i, (flag, *_) in enumerate(told) if flag]
+        brought = [tuple(values) for values in torch.stack(heads).tolist()]
+        refused = [i for i, (flag, *_) in enumerate(brought) if flag]
         if refused:
             why = [self._store.get(f"{self._key(i)}/refusal").decode() for i in refused]
             raise PlanError(
                 f"rank {self.ranks[self.me]}, {what}: the step is refused: {'; '.join(why)}",
                 culprit=self.ranks[refused[0]],
             )
-        require_same_plan(told, self.ranks, self.me, what)
+        require_same_plan(brought, self.ranks, self.me, what)
 
     def gather(self, what: str, values: Ints) -> list[Ints]:
         """The int64 arrays [any length] of all ranks."""
@@ -110,15 +110,15 @@ class Meeting:
             return self._number
 
     def _key(self, instance: int) -> str:
-        return f"odc/meeting/{self._name}/{self.ranks[instance]}"
+        return f"odc/group/{self._name}/{self.ranks[instance]}"
 
 
-def require_same_plan(told: list[tuple[int, ...]], ranks: tuple[int, ...], me: int, what: str) -> None:
-    """Raise PlanError, naming the ranks, unless all instances tell the same."""
-    common, _ = Counter(told).most_common(1)[0]
-    odd = [ranks[i] for i, one in enumerate(told) if one != common]
+def require_same_plan(brought: list[tuple[int, ...]], ranks: tuple[int, ...], me: int, what: str) -> None:
+    """Raise PlanError, naming the ranks, unless all instances bring the same values."""
+    common, _ = Counter(brought).most_common(1)[0]
+    odd = [ranks[i] for i, one in enumerate(brought) if one != common]
     if odd:
-        others = [ranks[i] for i, one in enumerate(told) if one == common]
+        others = [ranks[i] for i, one in enumerate(brought) if one == common]
         raise PlanError(
             f"rank {ranks[me]}, {what}: the step is refused: rank {', '.join(map(str, odd))} planned another "
             f"exchange than rank {', '.join(map(str, others))}; lengths, policies, dtypes and features must agree",

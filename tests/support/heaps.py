@@ -1,9 +1,10 @@
-"""A CUDA heap without a device: memory files stand for device memory."""
+"""Heaps of a group of ranks, a process each: of shared memory, or of a device for which memory files stand."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,52 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from odc.memory import HostLanes, SymmetricHeap, cuda
+from odc.errors import WaitTimeoutError
+from odc.memory import Attachment, HostLanes, ShmHeap, SymmetricHeap, cuda
 from odc.memory import _torch_symmetric as symmetric
 from odc.memory.cuda import CudaHeap
 from odc.memory.mapping import Mapping
-from support.groups import shm_group
+from odc.net.requests import ask
+from support.listeners import served
+
+
+def address(identity: str, rank: int) -> str:
+    return f"odc-test.{identity}.{rank}"
+
+
+@contextmanager
+def shm_group(
+    identity: str, ranks: tuple[int, ...], me: int, deadline_s: float, outer: Sequence[SymmetricHeap] = ()
+) -> Iterator[ShmHeap]:
+    """The member's unsealed heap; peers can attach to it from `seal` until the end of the block.
+
+    They cannot before the `outer` heaps, of which it is a part, are sealed too.
+    """
+
+    def connect(member: int) -> Attachment:
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            try:
+                answer = ask(address(identity, ranks[member]), {}, deadline_s)
+            except ConnectionError:  # not open yet
+                time.sleep(0.01)
+                continue
+            if answer.fds:
+                return Attachment(answer.fds[0], answer.reply["nbytes"], answer.reply["digest"])
+            time.sleep(0.01)
+        raise WaitTimeoutError(f"rank {ranks[me]}: rank {ranks[member]} did not seal its heap in {deadline_s:g} s")
+
+    heap = ShmHeap(identity, ranks, me, connect, deadline_s)
+
+    def sealed() -> bool:
+        return all(one.sealed for one in (heap, *outer))
+
+    def answer(_request: object, _peer: object) -> tuple[dict[str, object], tuple[int, ...]]:
+        return ({"nbytes": heap.nbytes, "digest": heap.digest}, (heap.fd,)) if sealed() else ({}, ())
+
+    with served(address(identity, ranks[me]), answer):
+        yield heap
+    heap.close()
 
 
 class MemoryFiles:
