@@ -282,7 +282,7 @@ class Links:
         elif not isinstance(error, _DEAD):
             reason, why, culprit = self._cut_off(link)
             detail = f": {error} ({why})"
-        self._report(Loss(peer.rank, culprit, reason, detail))
+        self._report(Loss(peer.rank, culprit, reason, detail, certain=False))
 
     def _cut_off(self, link: HostLink) -> tuple[str, str, int]:
         """Between which hosts the network is divided, why one side is named, and whom to blame: the same on every rank

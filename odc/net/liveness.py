@@ -3,8 +3,8 @@
     the end of a process of this host, a link, the ring of hosts, an error that ends this rank
         report -> every root, on the loop's thread: ABORT on each board that it reaches -> every wait of its ranks
 
-The first report of a rank stays, and goes around the ring. A root takes the first that concerns it, so that its own
-link, which knows the epoch, comes before the ring.
+The first certain report of a rank stays, for roots that are built later, and goes around the ring. A root takes the
+first that concerns it, so that its own link, which knows the epoch, comes before the ring.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from odc.net.reactor import Reactor
 class Loss:
     """Rank `rank` (global) has ended, for `reason`, and rank `culprit` is to blame.
 
-    Where there is a `detail`, even an empty one, a root states the epoch of the rank between the two.
+    Where there is a `detail`, even an empty one, a root states the epoch of the rank between the two. Unless it is
+    `certain`, a root that is built later may reach the rank again: the end of a link may be that of a network.
     """
 
     rank: int
     culprit: int
     reason: str
     detail: str | None = None
+    certain: bool = True
 
     def text(self, epoch: str = "") -> str:
         """The reason as one text."""
@@ -42,16 +44,17 @@ class Liveness:
         self._followers: dict[str, Callable[[Loss], None]] = {}
 
     def report(self, loss: Loss) -> None:
-        """Record a loss, and pass it to all followers. On any thread; does not wait."""
+        """Record a loss that is certain, and pass it to all followers. On any thread; does not wait."""
         self._reactor.call(functools.partial(self._spread, loss))
 
     def _spread(self, loss: Loss) -> None:
-        self._lost.setdefault(loss.rank, loss)
+        if loss.certain:
+            self._lost.setdefault(loss.rank, loss)
         for follow in list(self._followers.values()):
             follow(loss)
 
     def follow(self, name: str, call: Callable[[Loss], None]) -> None:
-        """Call `call` on the loop's thread for every loss, those before too, until `unfollow`. On any thread."""
+        """Call `call` on the loop's thread for every loss, recorded ones too, until `unfollow`. On any thread."""
 
         def begin() -> None:
             self._followers[name] = call
@@ -65,7 +68,7 @@ class Liveness:
         self._followers.pop(name, None)
 
     def losses(self) -> list[Loss]:
-        """The first report of each lost rank."""
+        """The first certain report of each lost rank."""
         return list(self._lost.values())
 
     def is_first(self, loss: Loss) -> bool:
