@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
 from odc import Settings, movers
 from odc.errors import UnsupportedError
 from odc.movers import cpu as cpu_mover
 from odc.movers.choice import DataMover, mover_for
 
-Pools = Callable[[int], RankPool]
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 NUMELS = [100, 1, 33]
@@ -43,7 +41,8 @@ def everything(mover: DataMover) -> list[torch.Tensor]:
     return [*published, *(out.view(torch.uint8) for out in outs), slot, *sums]
 
 
-def both_do_the_same(rank: int, world: int) -> None:
+@on_interpreted_ranks(1)
+def test_kernels_do_the_same(rank: int, world: int) -> None:
     from odc.movers import triton as triton_mover
 
     assert mover_for(Settings(kernels="triton"), CPU) is triton_mover
@@ -55,10 +54,6 @@ def both_do_the_same(rank: int, world: int) -> None:
 def test_torch_is_the_default() -> None:
     assert mover_for(Settings(), CPU) is cpu_mover
     assert all(bool(one.count_nonzero()) for one in everything(cpu_mover)), "something was not written at all"
-
-
-def test_kernels_do_the_same(interpreted: Pools) -> None:
-    interpreted(1).run(both_do_the_same)
 
 
 def test_compiled_kernels_are_refused_where_there_is_no_gpu() -> None:

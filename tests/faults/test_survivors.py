@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
 from support.failing import NOTICED_S, WORLD, assert_all_noticed, backward, end, job, until_ended
 from support.faults import Fault, train
 from support.rank_worker import tell
@@ -89,24 +88,6 @@ def test_a_stuck_rank_is_named_at_the_deadline(nothing_left: list[int], tmp_path
         assert "rank 1" in outcome.message
         assert outcome.at - outcomes[1].told[0] > 10.0, "before the deadline"
     assert outcomes[1].error == "PeerLostError", outcomes[1].describe()  # what it meets when it wakes up
-
-
-def slow_but_alive(rank: int, world: int) -> None:
-    """Slower than the deadline in total, never between two calls: progress keeps it from being taken for stuck."""
-    model, _ = job(rank, world, settings=Settings(timeout_s=10.0))
-    with model.minibatch():
-        for i in range(5 if rank == 1 else 1):
-            if rank == 1:
-                time.sleep(2.5)
-            backward(model, rank, 0, i)
-    tell(time.monotonic())
-
-
-@pytest.mark.thorough  # tests/protocol/test_wait.py shows it by a clock of its own
-def test_a_slow_rank_is_waited_for(nothing_left: list[int]) -> None:
-    with spawn_ranks(WORLD, slow_but_alive) as job:
-        outcomes = end(job, nothing_left)
-    assert [outcome.exit_code for outcome in outcomes] == [0, 0, 0], outcomes[0].describe()
 
 
 # several -----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def equal(rank: int, world: int, count: int, case: Case, settings: Settings, exa
 def test_two_nodes_of_one_rank_to_the_bit(ranks: Pools) -> None:
     """With uneven chunks, empty parts and a rank without microbatches."""
     case = Case(counts=((1, 2), (0, 1), (3, 1)), idiom="minibatch")
-    ranks(2).run(equal, 2, case, Settings(reproducible=True, timeout_s=60.0), True)
+    ranks(2).run(equal, 2, case, Settings(reproducible=True, second_buffer=True, timeout_s=60.0), True)
 
 
 @pytest.mark.parametrize("accumulate", ["server", pytest.param("direct", marks=pytest.mark.thorough)])

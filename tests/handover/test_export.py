@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.handover_jobs import publish_without_pause, read_a_trained_model, second_dimension_first
-from support.models import Case, adamw, build, make, mark, next_token_loss, shard, tokens
+from support.models import Case, build, make, shard
 from support.rank_worker import tell
 from support.ranks import RankPool, RankProcesses, spawn_ranks
 from support.waiting import until
@@ -82,35 +82,6 @@ def read_replicas(rank: int, world: int) -> list[int]:
 
 def test_hybrid_sharding_is_read_from_one_replica(ranks: Pools) -> None:
     assert ranks(4).run(read_replicas) == [[0, 1]] * 4
-
-
-def train(settings: Settings) -> list[torch.Tensor]:
-    model = build(fully_shard, Case(counts=((2, 1),)), init_device_mesh("cpu", (2,)), settings=settings)
-    optimizer = adamw(model)
-    rank = dist.get_rank()
-    for step in range(4):
-
-        def run(step: int = step) -> None:
-            x = tokens(rank, step, 0)
-            (next_token_loss(model(x), x) / 18).backward()
-
-        mark(model, "minibatch", [run] * (2 - rank))
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:
-            with torch.no_grad():
-                model(tokens(rank, 9, 0))  # an evaluation is a version of its own
-    return [parameter.full_tensor() for parameter in model.parameters()]
-
-
-def train_with_two_buffers(rank: int, world: int) -> None:
-    settings = [Settings(reproducible=True, second_buffer=second) for second in (False, True)]
-    one, two = (train(each) for each in settings)
-    assert all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
-
-
-def test_a_second_buffer_changes_nothing_in_training(ranks: Pools) -> None:
-    ranks(2).run(train_with_two_buffers)
 
 
 # readers and jobs that come and go -----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from support.handover_jobs import Numbered, changed, read_a_trained_model, secon
 from support.host_ranks import spawn_on_hosts
 from support.hosts import Hosts, need_hosts
 from support.models import Case, build, next_token_loss, tokens
+from support.on_ranks import on_hosts
 from support.rank_worker import tell
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -45,7 +46,8 @@ def test_a_reader_gets_the_shards_of_other_hosts_too(host_ranks: HostPools, name
     host_ranks(2, 2).run(read_a_trained_model, *CASES[name])
 
 
-def read_what_is_not_admitted(rank: int, world: int) -> None:
+@on_hosts(2, 2)
+def test_a_reader_that_is_not_admitted_learns_why(rank: int, world: int) -> None:
     models = [build(fully_shard, CASES["plain"][0], init_device_mesh("cpu", (world,))) for _ in range(2)]
     for model in models:
         model.publish()
@@ -68,10 +70,6 @@ def read_what_is_not_admitted(rank: int, world: int) -> None:
         first = json.loads(handle)["parameters"][0]["offset"]
         engine.sockets.read(other, json.loads(handle)["root"], first, torch.zeros(8, dtype=torch.uint8))
     dist.barrier()
-
-
-def test_a_reader_that_is_not_admitted_learns_why(host_ranks: HostPools) -> None:
-    host_ranks(2, 2).run(read_what_is_not_admitted)
 
 
 def wrong_reads(region: range, published: range) -> list[tuple[int, int]]:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 
 import pytest
 from hypothesis import given
@@ -9,8 +8,6 @@ from support.atomics import WORD, backends
 
 from odc.errors import UnsupportedError
 from odc.memory import Atomics, choose, default_atomics, libatomic
-
-X86 = platform.machine() == "x86_64"
 
 
 @pytest.mark.parametrize("atomics", backends(), ids=lambda atomics: atomics.name)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from support.conformance import DEADLINE_S, sealed
 from support.heaps import without_a_device
+from support.on_ranks import on_ranks
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import _torch_symmetric as symmetric
@@ -26,9 +27,10 @@ from odc.memory._torch_symmetric import require_nvml
 from odc.memory.cuda import CudaLanes
 
 
-def keeps_words_and_data_apart(rank: int, world: int, identity: str) -> None:
+@on_ranks(2)
+def test_words_and_data_lie_apart(rank: int, world: int) -> None:
     regions = (("flags", 128), ("large", 1 << 20))
-    with sealed(without_a_device, identity, rank, world, regions) as heap:
+    with sealed(without_a_device, "wordsanddata", rank, world, regions) as heap:
         data, words = heap.address(rank, "large"), heap.address(rank, "flags")
         start = int(heap.base_addresses()[rank])
         assert start <= data < start + (1 << 20), "data lies in the device's memory"
@@ -40,10 +42,6 @@ def keeps_words_and_data_apart(rank: int, world: int, identity: str) -> None:
         assert heap.bytes_by_name().items() >= dict(regions).items(), heap.bytes_by_name()
         assert heap.nbytes > os.fstat(heap.fd).st_size + (1 << 20) - 1, "both memories count"
         dist.barrier()
-
-
-def test_words_and_data_lie_apart(ranks) -> None:
-    ranks(2).run(keeps_words_and_data_apart, uuid.uuid4().hex[:12])
 
 
 def meets_before_mapping(rank: int, world: int, identity: str) -> list[str]:

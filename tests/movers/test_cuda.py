@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.deferred import move_all
-from support.ranks import RankPool
+from support.on_ranks import on_interpreted_ranks
 
 from odc.errors import OdcError, UnsupportedError
 from odc.movers import cpu as cpu_mover
@@ -98,7 +98,9 @@ def test_every_owner_gets_its_part_and_zeros_beyond(boundary: int) -> None:
     stages(CudaMover, boundary)
 
 
-def kernels_do_the_same(rank: int, world: int) -> None:
+@needs_triton
+@on_interpreted_ranks(1)
+def test_kernels_move_the_same(rank: int, world: int) -> None:
     from odc.movers.compiled import CompiledMover
 
     for boundary in (1, 64, 1 << 30):
@@ -115,11 +117,6 @@ def kernels_do_the_same(rank: int, world: int) -> None:
             part = value[shard * numel : (shard + 1) * numel]
             expected[shard, offset : offset + part.numel()] += part
     assert torch.equal(totals, expected)
-
-
-@needs_triton
-def test_kernels_move_the_same(interpreted: Callable[[int], RankPool]) -> None:
-    interpreted(1).run(kernels_do_the_same)
 
 
 def adds_parts(make: Callable[..., CudaMover]) -> None:

@@ -123,10 +123,6 @@ def test_a_rank_that_raised_as_it_exited_shows_why() -> None:
     assert "a warning" in raised.describe() and "[rank0]" not in raised.describe()
 
 
-def test_world_of_four(ranks: Pools) -> None:
-    assert [total.item() for _, total, _ in ranks(4).run(add_ranks, 0)] == [6.0] * 4
-
-
 def test_a_trace_begins_anew_with_each_function(ranks: Pools) -> None:
     ranks(2).run(open_a_window)
     assert ranks(2).run(windows_seen) == [1, 1]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.on_ranks import on_ranks
 from support.ranks import spawn_ranks
 
 import odc
@@ -29,7 +30,8 @@ def arena_of(rank: int, world: int, nbytes: int, timeout_s: float = 60.0) -> Are
     return Arena(default_store(), range(world), rank, nbytes, CHANNELS, timeout_s, f"arena{_made}")
 
 
-def passes_entries_round(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_entries_pass_between_two_ranks(rank: int, world: int) -> None:
     """Room for one entry of the two channels at a time, so that a put waits for the readers of both."""
     arena, peer = arena_of(rank, world, 4096), 1 - rank
     for step in range(1, 20):
@@ -43,7 +45,8 @@ def passes_entries_round(rank: int, world: int) -> None:
     arena.close()
 
 
-def refuses_what_cannot_be(rank: int, world: int) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused(rank: int, world: int) -> None:
     arena = arena_of(rank, world, 1 << 12)
     with pytest.raises(
         HeapMemoryError, match=r"rows of step 1 needs 4864 bytes, .* has 4096; declare arena_bytes=4864"
@@ -60,11 +63,6 @@ def refuses_what_cannot_be(rank: int, world: int) -> None:
     with pytest.raises(OdcError, match=rf"rank {1 - rank} has put rows of a step after 1: plans differ"):
         arena.get("rows", 1, 1 - rank)
     arena.close()
-
-
-@pytest.mark.parametrize("job", [passes_entries_round, refuses_what_cannot_be])
-def test_two_ranks(ranks: Any, job: Any) -> None:
-    ranks(2).run(job)
 
 
 def keeps_what_is_not_copied(rank: int, world: int) -> None:
