@@ -122,7 +122,7 @@ class Settings:
 
 
 _CHOICES = {"accumulate": ACCUMULATE_MODES, "kernels": KERNELS, "engine": ENGINES, "sums_dtype": SUMS_DTYPES}
-_KINDS: dict[type, str] = {bool: "True or False", str: "a text"}
+_KINDS: dict[type, str] = {bool: "True or False", str: "a string"}
 _AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer", "sums_dtype"})
 
 

@@ -22,7 +22,7 @@ def test_blocks_come_in_order_and_whole() -> None:
     assert blocks_of(model, ["Layer", "Block"]) == [model[0], *layers], "a block inside a block is part of it"
     model._no_split_modules = {"Block"}
     assert blocks_of(model) == [model[0], layers[0][0], layers[1][0][0]]
-    assert blocks_of(model, ("Layer",)) == layers, "what is said counts for more than what the model says"
+    assert blocks_of(model, ("Layer",)) == layers, "given classes count for more than the model's"
 
 
 def test_no_block() -> None:

@@ -1,4 +1,4 @@
-"""What stored figures say about their origin."""
+"""The origin that stored figures name."""
 
 from __future__ import annotations
 

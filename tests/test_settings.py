@@ -31,7 +31,7 @@ def test_the_longest_timeout_fits_into_every_timer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "said"),
+    ("name", "wrong", "must_be"),
     [
         ("timeout_s", "600", "a positive number of seconds"),
         ("lost_after_s", "2", "a number of seconds, 1 to 3600"),
@@ -46,12 +46,12 @@ def test_the_longest_timeout_fits_into_every_timer() -> None:
         ("staging_block_bytes", "1M", "at least 4096 and a multiple of 64"),
         ("accumulate", None, "one of server, direct"),
         ("engine", "tcp", "one of auto, sockets, nixl"),
-        ("address", 10, "a text"),
+        ("address", 10, "a string"),
         *(("ports", wrong, "the first and the last of a range, 1 to 65535") for wrong in WRONG_RANGES),
     ],
 )
-def test_what_no_setting_can_be_is_refused_by_name(name: str, wrong: object, said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} must be {said}.*, not {re.escape(repr(wrong))}$"):
+def test_what_no_setting_can_be_is_refused_by_name(name: str, wrong: object, must_be: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be {must_be}.*, not {re.escape(repr(wrong))}$"):
         Settings(**{name: wrong})  # type: ignore[arg-type]
 
 

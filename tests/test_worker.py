@@ -21,7 +21,7 @@ def worker() -> Iterator[Worker]:
 
 
 class Gate:
-    """Work that says when it has begun, and ends when it is let."""
+    """Work that shows when it has begun, and ends once the gate is open."""
 
     def __init__(self) -> None:
         self.begun, self.open = threading.Event(), threading.Event()
@@ -44,7 +44,7 @@ def fail() -> None:
 # jobs ----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_runs_once_on_whichever_thread_needs_it_first() -> None:
+def test_a_job_runs_once_on_the_thread_that_needs_it_first() -> None:
     gate, runs = Gate(), list[str]()
 
     def work() -> str:
@@ -65,7 +65,7 @@ def test_a_job_runs_once_on_whichever_thread_needs_it_first() -> None:
 
 def test_an_error_reaches_every_thread_that_asks() -> None:
     job = Job(fail)
-    job.run()  # not here: whoever runs it may be another thread
+    job.run()  # not here: it may run on another thread
     for ask in (job.wait, job.wait, job.result):
         with pytest.raises(KeyError, match="lost"):
             ask()

@@ -120,7 +120,7 @@ def test_two_matrices_explicit_head_and_text_config() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"kv_lora_rank": 4}, "latent"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
@@ -130,8 +130,8 @@ def test_two_matrices_explicit_head_and_text_config() -> None:
         ({"sliding_window": 0}, "windows"),
     ],
 )
-def test_refuses(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
+def test_refuses(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         cost_from_config(CONFIG | fields)
 
 

@@ -27,7 +27,7 @@ def test_every_sample_once_under_the_cap_longest_first(
 
 
 @given(lengths_of, st.integers(1, 9))
-def test_in_the_predicted_schedule_whoever_is_free_takes_the_next(lengths: list[int], ranks: int) -> None:
+def test_in_the_predicted_schedule_the_free_rank_takes_the_next(lengths: list[int], ranks: int) -> None:
     plan = lb_dynamic(lengths, ranks, 1000)
     costs = [cost for _, cost in queue_of(plan)]
     assert plan.longest <= sum(costs) / ranks + max(costs) * (1 - 1 / ranks) + 1e-6, "the bound of any list"

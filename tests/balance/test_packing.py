@@ -76,7 +76,7 @@ def test_pack_evenly_is_valid_and_finds_what_best_fit_finds(lengths: list[int], 
     assert all(sum(lengths[i] for i in b) <= CAP for b in bins)
 
 
-def test_pack_evenly_says_when_it_cannot():
+def test_pack_evenly_returns_none_where_it_cannot():
     assert pack_evenly([20, 20, 1], [1.0, 1.0, 1.0], [0, 1, 2], 2, CAP) is None
 
 

@@ -33,7 +33,7 @@ def test_every_stored_result_is_quoted_and_has_a_step(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", sorted(STORED))
-def test_a_stored_result_says_where_it_comes_from(name: str) -> None:
+def test_a_stored_result_names_its_origin(name: str) -> None:
     result = STORED[name]
     assert re.fullmatch(r"[0-9a-f]{40}", str(result.get("commit"))), "taken on a dirty tree, or at an unknown commit"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
@@ -78,9 +78,9 @@ def test_a_run_skips_what_is_stored_and_goes_on_after_a_failure(
     failed = figures.take_all(steps, "abc", limit_s=0.0)
     assert [one.partition(":")[0] for one in failed] == ["fails", "dirty"]
     assert (folder / "ran").read_text() == "dirty new "
-    said = capsys.readouterr().out
-    assert "[1/4] kept: stored at this commit" in said
-    assert re.search(r"\[4/4\] new: done \(\d+ s, .* load \d+\.\d\d before\)", said)
+    printed = capsys.readouterr().out
+    assert "[1/4] kept: stored at this commit" in printed
+    assert re.search(r"\[4/4\] new: done \(\d+ s, .* load \d+\.\d\d before\)", printed)
     assert not figures.take_all([steps[0], steps[3]], "abc", limit_s=0.0)
     assert (folder / "ran").read_text() == "dirty new ", "all was stored"
     assert not figures.take_all([steps[0]], "abc", again=True, limit_s=0.0)

@@ -1,4 +1,4 @@
-"""The ways of a copy on a device, with memory files in its place and kernels interpreted: each moves what it says."""
+"""The ways of a copy on a device, with memory files in its place and kernels interpreted: each moves its bytes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def moves(rank: int, world: int) -> dict[str, list[str]]:
     return {"get": list(gets), "put": list(puts), "add": list(adds)}
 
 
-def test_every_way_moves_what_it_says(interpreted) -> None:
+def test_every_way_moves_its_bytes(interpreted) -> None:
     for tried in interpreted(2).run(moves):
         assert [len(ways) for ways in tried.values()] == [4, 3, 2]
 

@@ -18,10 +18,10 @@ def pool() -> Iterator[RankPool]:
 
 
 calls: list[str] = []
-spent: list[float] = []  # seconds that each ten naps took together
+spent: list[float] = []  # seconds that each ten sleeps took together
 
 
-def nap_ten_times() -> None:
+def sleep_ten_times() -> None:
     began = time.perf_counter()
     for _ in range(10):
         time.sleep(0.001)
@@ -33,7 +33,7 @@ def recorded(nbytes: int, device: str) -> list[Action]:
     spent.clear()
     return [
         Action("a", lambda: calls.append("a"), nbytes, ("b",), after=lambda: calls.append("undone")),
-        Action("b", nap_ten_times, times=10, after=lambda: calls.append("b")),
+        Action("b", sleep_ten_times, times=10, after=lambda: calls.append("b")),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What the simulator says of measured exchanges between hosts is what is stored, and it moves the formulas' bytes."""
+"""What the simulator predicts for measured exchanges is what is stored, with the bytes of the formulas."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ ONCE = Effort(nbytes=0, least=1, most=1, warm=0)
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    said: list[str] = []
-    found = run([part for part in parts_of("cpu") if part != "planners"], [2], [64 << 10], "cpu", ONCE, said.append)
-    assert [line for line in said if line[0] != " "] == [
+    lines: list[str] = []
+    found = run([part for part in parts_of("cpu") if part != "planners"], [2], [64 << 10], "cpu", ONCE, lines.append)
+    assert [line for line in lines if line[0] != " "] == [
         f"{part}, 2 ranks" + ("" if part in ("signal", "host") else ", 64 KiB")
         for part in parts_of("cpu")
         if part != "planners"
     ]
-    assert [line.split(":")[0].strip() for line in said if line[0] == " "] == [row["what"] for row in found["rows"]]
+    assert [line.split(":")[0].strip() for line in lines if line[0] == " "] == [row["what"] for row in found["rows"]]
     return found
 
 
@@ -68,7 +68,7 @@ def test_it_compares_with_itself(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.thorough
-def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "free_memory", lambda: FreeMemory(8 << 20, "a test"))
     found = run(["get"], [2], [64 << 10, 1 << 20], "cpu", ONCE)
     assert [row["size"] for row in found["rows"]] == [64 << 10]

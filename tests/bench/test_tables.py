@@ -62,7 +62,7 @@ def test_the_crossover_is_where_the_copy_engine_stays_ahead() -> None:
     text = crossovers([row("get", 1.0, 1.0), *gets(2, took), *gets(4, {1: (3.0, 2.0, 4.0)})])
     assert "2 ranks: cuMemcpyAsync is as fast as the better kernel from 64 MiB on." in text
     assert "4 ranks: cuMemcpyAsync is as fast as the better kernel never, up to 1 MiB." in text
-    assert "odc takes it from 1 MiB on, or as Settings(copy_engine_bytes=...) says." in text
+    assert "odc takes it from 1 MiB on, or from Settings(copy_engine_bytes=...) on." in text
 
 
 def test_there_is_none_without_a_device() -> None:
@@ -108,7 +108,7 @@ def cells(text: str, what: str) -> dict[str, str]:
     return dict(zip(lines[0], found, strict=True))
 
 
-def test_a_slower_machine_is_told_from_slower_code() -> None:
+def test_a_slower_machine_is_not_slower_code() -> None:
     """Everything takes twice as long, but `put` takes twice as long again against its baseline."""
     before = saved(on_cpu("get", 1e-3, 1e-3), on_cpu("put", 1e-3, 1e-3))
     after = saved(on_cpu("get", 2e-3, 2e-3), on_cpu("put", 4e-3, 2e-3))
@@ -118,10 +118,10 @@ def test_a_slower_machine_is_told_from_slower_code() -> None:
     assert (put["b/a"], put["b/a against baseline"]) == ("4", "2")
 
 
-@pytest.mark.parametrize(("factor", "said"), [(1.05, "no"), (0.95, "no"), (1.3, "slower"), (0.7, "faster")])
-def test_a_difference_within_the_ranges_is_noise(factor: float, said: str) -> None:
+@pytest.mark.parametrize(("factor", "verdict"), [(1.05, "no"), (0.95, "no"), (1.3, "slower"), (0.7, "faster")])
+def test_a_difference_within_the_ranges_is_noise(factor: float, verdict: str) -> None:
     text = compare(saved(on_cpu("get", 1.0, 1.0)), saved(on_cpu("get", factor, 1.0)))
-    assert cells(text, "get")["beyond noise"] == said
+    assert cells(text, "get")["beyond noise"] == verdict
 
 
 def test_times_of_a_device_are_compared_where_both_have_them() -> None:
@@ -131,7 +131,7 @@ def test_times_of_a_device_are_compared_where_both_have_them() -> None:
     assert cells(compare(saved(a), saved(on_cpu("get", 9.0, 1.0))), "get")["b/a"] == "9", "of an older file"
 
 
-def test_what_else_differs_is_said_and_a_load_is_not() -> None:
+def test_what_else_differs_is_named_and_a_load_is_not() -> None:
     text = compare(saved(on_cpu("get", 1.0, 1.0)), saved(on_cpu("get", 1.0, 1.0), cores=16))
     assert "cores: 2 in a, 16 in b" in text
     assert "load" not in text

@@ -1,4 +1,4 @@
-"""What an exchange refuses, on which ranks, and whom its deadlines name."""
+"""What an exchange refuses, on which ranks, and which rank its deadlines name."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def swapped(rank: int, rows: int = 3) -> Route:
     return Route.of(Rearrangement.to([1, 1], [1, 0]), {"rows": [rows, rows]}, rank)
 
 
-def refused(rank: int, kind: str, route: Route, tensors: dict[str, torch.Tensor], says: str) -> None:
-    # On demand, whoever sees it second learns it from the other's word that the job has ended.
+def refused(rank: int, kind: str, route: Route, tensors: dict[str, torch.Tensor], message: str) -> None:
+    # On demand, the rank that sees it second learns it from the other's word that the job has ended.
     expected = (PlanError, PeerLostError) if kind == "on_demand" else PlanError
     with pytest.raises(expected) as error, exchange_of(kind, rank, 2, ["data"], timeout_s=60.0) as exchange:
         exchange.move(1, "data", route, tensors)
-    assert says in str(error.value), f"rank {rank} says {error.value}"
+    assert message in str(error.value), f"rank {rank} raised {error.value}"
 
 
 def brings_too_few(rank: int, world: int, kind: str) -> None:
@@ -43,7 +43,7 @@ def brings_too_few(rank: int, world: int, kind: str) -> None:
 
 
 def plans_otherwise(rank: int, world: int, kind: str, of_rank_1: dict[str, Any]) -> None:
-    """The permutation is the same on both ranks, and each brings what its own plan says."""
+    """The permutation is the same on both ranks, and each brings what its own plan holds."""
     mine = {"rows": [3, 3], "features": 4, "dtype": torch.float32} | (of_rank_1 if rank else {})
     route = Route.of(Rearrangement.to([1, 1], [1, 0]), {"ids": [2, 2], "pixels": mine["rows"]}, rank)
     pixels = torch.zeros(mine["rows"][rank], mine["features"], dtype=mine["dtype"])
@@ -81,7 +81,7 @@ def stays_away(rank: int, world: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["collective", "on_demand"])
-def test_a_deadline_names_who_did_not_come(kind: str) -> None:
+def test_a_deadline_names_the_rank_that_did_not_come(kind: str) -> None:
     with spawn_ranks(2, stays_away, kind) as ranks:
         outcomes = ranks.wait()
     assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
@@ -124,7 +124,7 @@ def runs_apart(rank: int, world: int) -> None:
         store.set(f"rank {rank} is done", "")
 
 
-def test_on_demand_nobody_waits_but_for_rows(ranks: Any) -> None:
+def test_on_demand_a_rank_waits_for_its_rows_alone(ranks: Any) -> None:
     ranks(4).run(runs_apart)
 
 
@@ -138,7 +138,8 @@ def back_and_forth(rank: int, world: int, kind: str) -> None:
         route = Route.of(plan, rows, rank)
         got = exchange.move(1, "data", route, {"rows": given, "ids": ids})
         back = {"rows": 10.0 * rank + got["rows"]}
-        gradient = exchange.move(1, f"data{BACK}", route.of_fields(["rows"]).inverse, back)["rows"]
+        return_route = Route.of(plan, {"rows": rows["rows"]}, rank).inverse
+        gradient = exchange.move(1, f"data{BACK}", return_route, back)["rows"]
         if rank == 0:
             expected = given + torch.tensor([10.0] * 3 + [0.0] * 3)[:, None]
             assert torch.equal(gradient, expected), f"{gradient}"
@@ -174,7 +175,7 @@ def bad_plan(rank: int, world: int, kind: str, fault: str) -> None:
         "whole": of([[("text", 501)]]),
         "nothing": Records(1, *np.zeros((4, 0), np.int64)),
     }
-    says = {
+    message = {
         "nan": "rank 1 brings bad records: instance 1: part 1, of example 0, has nan as its length",
         "negative": "rank 1 brings bad records: instance 1: part 1, of example 1, has -8",
         "cap": "more than the cap of 100",
@@ -188,7 +189,7 @@ def bad_plan(rank: int, world: int, kind: str, fault: str) -> None:
         orchestrator = Orchestrator(phases, Phase("llm", llm_policy, longest=500), exchange)
         with pytest.raises(PlanError) as error:
             orchestrator.plan(mine)
-        assert says[fault] in str(error.value), f"rank {rank} says {error.value}"
+        assert message[fault] in str(error.value), f"rank {rank} raised {error.value}"
         assert error.value.culprit == 1
         orchestrator = None  # the exchange itself still works
         assert [values.tolist() for values in exchange.gather(9, "plan", np.array([rank]))] == [[0], [1]]
@@ -229,7 +230,7 @@ def loads(rank: int, world: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["collective", "on_demand"])
-def test_a_loader_plans_ahead_and_tells_all_ranks_of_bad_data(ranks: Any, kind: str) -> None:
+def test_a_loader_plans_ahead_and_refuses_bad_data_on_all_ranks(ranks: Any, kind: str) -> None:
     ranks(2).run(loads, kind)
 
 

@@ -112,12 +112,12 @@ def leaves_what_is_unread(rank: int, world: int) -> None:
         arena.leave()
         return
     arena._words._protocol.attach_all()
-    meeting = arena._member._hosts
-    assert meeting is not None
+    hosts = arena._member._hosts
+    assert hosts is not None
     arena.leave()
-    while meeting.links.unacknowledged():
+    while hosts.links.unacknowledged():
         time.sleep(0.001)
-    assert arena._unread_readers() == meeting.needed_by(arena._unread_readers)[:2] == [2, 3]
+    assert arena._unread_readers() == hosts.needed_by(arena._unread_readers)[:2] == [2, 3]
     store.set("rank 0 has left", "")
     await_releases()
 

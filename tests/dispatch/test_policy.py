@@ -196,7 +196,7 @@ def test_mini_batches_are_rearranged_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "says"),
+    ("lengths", "message"),
     [
         ([[1], [2, math.nan]], "instance 1: example 1 has length nan"),
         ([[1], [2, -3]], "instance 1: example 1 has length -3"),
@@ -209,8 +209,8 @@ def test_mini_batches_are_rearranged_as_a_whole() -> None:
         ([], "no instances"),
     ],
 )
-def test_bad_lengths_are_refused_by_name(lengths: list[list[float]], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
+def test_bad_lengths_are_refused_by_name(lengths: list[list[float]], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         post_balance(lengths, BalancePolicy(longest=100))
 
 

@@ -1,4 +1,4 @@
-"""The group of rearrangements: inverse, composition, lifting, and that arrays say what nested lists say."""
+"""The group of rearrangements: inverse, composition, lifting, and that arrays agree with nested lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ worlds, seeds = st.integers(1, 6), st.integers(0, 1 << 20)
 
 
 def named(counts: list[int]) -> list[list[tuple[int, int]]]:
-    """Examples that say where they come from."""
+    """Examples that hold where they come from."""
     return [[(i, slot) for slot in range(count)] for i, count in enumerate(counts)]
 
 

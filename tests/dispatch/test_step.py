@@ -41,7 +41,7 @@ def split(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
 
 
 def assembled(plan: StepPlan, step: list[list[Example]]) -> list[list[tuple[Any, ...]]]:
-    """What every instance's LLM sees, moved as the plan says: (instance, example, part, token) each."""
+    """What every instance's LLM sees, moved as planned: (instance, example, part, token) each."""
     named = [
         [[(i, e, p, name, tokens) for p, (name, _, tokens) in enumerate(example)] for e, example in enumerate(examples)]
         for i, examples in enumerate(step)
@@ -162,7 +162,7 @@ def test_records_travel_as_integers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"example": [1, 0, 0]}, "must rise from 0 to 1"),
         ({"example": [0, 0, 2]}, "must rise from 0 to 1"),
@@ -173,10 +173,10 @@ def test_records_travel_as_integers() -> None:
         ({"length": ["5", "9", "2"]}, "records hold numbers"),
     ],
 )
-def test_records_that_are_none_are_refused(change: dict[str, Any], says: str) -> None:
+def test_records_that_are_none_are_refused(change: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"example": [0, 0, 1], "phase": [0, 1, 0], "length": [5, 9, 2], "tokens": [5, 2, 2]}
     Records(2, **good).check(7, [None, None, None])
-    with pytest.raises(PlanError, match=f"instance 7: .*{says}"):
+    with pytest.raises(PlanError, match=f"instance 7: .*{message}"):
         Records(2, **(good | change)).check(7, [None, None, None])
 
 

@@ -50,7 +50,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return install
 
 
-def said(probe: Callable[..., str], *arguments: Any) -> str:
+def found_by(probe: Callable[..., str], *arguments: Any) -> str:
     """What a probe finds, with "missing" or "broken" before it where it raises."""
     try:
         return probe(*arguments)
@@ -80,31 +80,33 @@ class FakeDriver:
 
 
 def test_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert said(gpu.driver, "libcuda-that-is-nowhere.so.1").startswith("missing: no NVIDIA driver (libcuda-that-is-")
+    assert found_by(gpu.driver, "libcuda-that-is-nowhere.so.1").startswith(
+        "missing: no NVIDIA driver (libcuda-that-is-"
+    )
     monkeypatch.setattr(ctypes, "CDLL", lambda _: FakeDriver(0))
     assert gpu.driver() == "CUDA 13.1, 8 devices"
     monkeypatch.setattr(ctypes, "CDLL", lambda _: FakeDriver(803, b"CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"))
-    assert said(gpu.driver) == "broken: cuInit fails: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
+    assert found_by(gpu.driver) == "broken: cuInit fails: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"
 
 
 def test_torch_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert said(gpu.torch_cuda).startswith("missing: torch")
+    assert found_by(gpu.torch_cuda).startswith("missing: torch")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert said(gpu.peer_access) == "broken: torch is built for CUDA 13.0 and sees no device"
+    assert found_by(gpu.peer_access) == "broken: torch is built for CUDA 13.0 and sees no device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(name="H200"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: 2 not in (i, j))
     assert gpu.torch_cuda() == "CUDA 13.0: 3 x H200"
-    assert said(gpu.peer_access) == "broken: 4 of 6 pairs cannot (0-2, 1-2, 2-0, 2-1)"
+    assert found_by(gpu.peer_access) == "broken: 4 of 6 pairs cannot (0-2, 1-2, 2-0, 2-1)"
 
 
 def test_triton(installed: Callable[..., None]) -> None:
     pins = ["filelock", 'triton==3.7.1; platform_system == "Linux"', "tritonx==1.0"]
     installed(pins)
-    assert said(gpu.triton) == "missing: not installed"
+    assert found_by(gpu.triton) == "missing: not installed"
     for requires, version, found in (
         (pins, "3.7.1", "3.7.1"),
         ([], "3.6.0", "3.6.0"),
@@ -112,52 +114,52 @@ def test_triton(installed: Callable[..., None]) -> None:
         (pins, "3.5.1", "broken: 3.5.1, which odc's kernels have never been compiled with"),
     ):
         installed(requires, triton=version)
-        assert said(gpu.triton) == found
+        assert found_by(gpu.triton) == found
 
 
 def test_nvshmem(installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     installed()
-    assert said(gpu.nvshmem) == said(gpu.nvshmem4py) == "missing: not installed"
+    assert found_by(gpu.nvshmem) == found_by(gpu.nvshmem4py) == "missing: not installed"
     installed(nvidia_nvshmem_cu12="3.4.5")
-    assert said(gpu.nvshmem) == "broken: nvidia-nvshmem-cu12 3.4.5, but torch is built for CUDA 13.0"
+    assert found_by(gpu.nvshmem) == "broken: nvidia-nvshmem-cu12 3.4.5, but torch is built for CUDA 13.0"
     installed(nvidia_nvshmem_cu12="3.4.5", nvidia_nvshmem_cu13="3.8.0")
-    assert said(gpu.nvshmem) == "broken: nvidia-nvshmem-cu13 3.8.0 has no host library"
-    assert said(gpu.nvshmem4py) == "missing: nvshmem4py-cu13 is not installed"
+    assert found_by(gpu.nvshmem) == "broken: nvidia-nvshmem-cu13 3.8.0 has no host library"
+    assert found_by(gpu.nvshmem4py) == "missing: nvshmem4py-cu13 is not installed"
     (tmp_path / "libnvshmem_host.so.3").write_bytes(b"not a library")
     file = SimpleNamespace(name="libnvshmem_host.so.3", locate=lambda: tmp_path / "libnvshmem_host.so.3")
     monkeypatch.setattr(metadata, "files", lambda _: [file])
-    assert said(gpu.nvshmem).startswith("broken: nvidia-nvshmem-cu13 3.8.0 does not load")
+    assert found_by(gpu.nvshmem).startswith("broken: nvidia-nvshmem-cu13 3.8.0 does not load")
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host, "free_memory", lambda: FreeMemory(64 << 20, "control group /x"))
-    assert said(host.memory) == "broken: memory file made and mapped; 0.1 GiB free (control group /x)"
-    assert said(host.dev_shm, tmp_path / "none").startswith("missing")
+    assert found_by(host.memory) == "broken: memory file made and mapped; 0.1 GiB free (control group /x)"
+    assert found_by(host.dev_shm, tmp_path / "none").startswith("missing")
     for free_mib, well in ((64, False), (65, True)):
         monkeypatch.setattr(os, "statvfs", lambda _, mib=free_mib: SimpleNamespace(f_bavail=mib << 8, f_frsize=4096))
-        assert said(host.dev_shm).startswith(f"{free_mib} MiB free") is well
+        assert found_by(host.dev_shm).startswith(f"{free_mib} MiB free") is well
 
 
 def test_without_libatomic_only_the_queue_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "default_atomics", plain_x86_64)
     assert "loads and stores" in host.atomics()
-    assert said(host.libatomic).startswith("missing") and "libatomic1" in said(host.libatomic)
+    assert found_by(host.libatomic).startswith("missing") and "libatomic1" in found_by(host.libatomic)
 
 
 def test_a_mutex_that_forgets_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where robust mutexes are accepted and do nothing: acquired as if the holder had released it."""
     monkeypatch.setattr(host.RobustMutex, "acquire", lambda *_: None)
-    assert said(host.mutex) == "broken: a holder died and the next one did not learn of it"
+    assert found_by(host.mutex) == "broken: a holder died and the next one did not learn of it"
 
 
 def test_sockets_that_pass_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.socket, "recv_fds", lambda *_: (b"x", [], 0, None))
-    assert said(host.peers) == "broken: no descriptor comes through a unix socket"
+    assert found_by(host.peers) == "broken: no descriptor comes through a unix socket"
 
 
 def test_interfaces(tmp_path: Path) -> None:
-    assert said(network.interfaces, tmp_path) == "missing: no interface but loopback is up"
+    assert found_by(network.interfaces, tmp_path) == "missing: no interface but loopback is up"
     for name, state, speed in (("lo", "up", ""), ("eth0", "up", "25000"), ("eth1", "down", ""), ("eth2", "up", "-1")):
         (tmp_path / "net" / name).mkdir(parents=True)
         (tmp_path / "net" / name / "operstate").write_text(state + "\n")
@@ -167,14 +169,14 @@ def test_interfaces(tmp_path: Path) -> None:
 
 def test_rdma(tmp_path: Path) -> None:
     dev = tmp_path / "dev"
-    assert said(network.rdma, tmp_path, dev) == "missing: no InfiniBand or RoCE device"
+    assert found_by(network.rdma, tmp_path, dev) == "missing: no InfiniBand or RoCE device"
     port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "state").write_text("1: DOWN\n")
-    assert said(network.rdma, tmp_path, dev).endswith("the port of mlx5_0 is not active")
+    assert found_by(network.rdma, tmp_path, dev).endswith("the port of mlx5_0 is not active")
     (port / "state").write_text("4: ACTIVE\n")
-    assert said(network.rdma, tmp_path, dev).endswith("infiniband has no uverbs")
+    assert found_by(network.rdma, tmp_path, dev).endswith("infiniband has no uverbs")
     (dev / "infiniband").mkdir(parents=True)
     (dev / "infiniband" / "uverbs0").touch()
     assert network.rdma(tmp_path, dev) == "mlx5_0 (400 Gb/sec (4X NDR))"
@@ -182,16 +184,16 @@ def test_rdma(tmp_path: Path) -> None:
 
 def test_nixl(installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     installed()
-    assert said(network.nixl) == "missing: not installed"
+    assert found_by(network.nixl) == "missing: not installed"
     installed(nixl_cu13="1.5.1")
     files = [f"ucx/libuct_{name}.so.0" for name in ("cma", "ib_mlx5", "cuda", "ib")]
     monkeypatch.setattr(metadata, "files", lambda _: files)
     monkeypatch.setitem(sys.modules, "nixl_cu13._api", SimpleNamespace())
     assert network.nixl() == "nixl-cu13 1.5.1, UCX for TCP, InfiniBand and RoCE, mlx5, device memory"
     monkeypatch.setitem(sys.modules, "nixl_cu13._api", None)
-    assert "it does not load" in said(network.nixl)
+    assert "it does not load" in found_by(network.nixl)
     files.pop()
-    assert said(network.nixl).endswith("not for InfiniBand, as PyPI's wheels are")
+    assert found_by(network.nixl).endswith("not for InfiniBand, as PyPI's wheels are")
 
 
 def test_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +208,7 @@ def test_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_system(name: str, release: str, well: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages.platform, "system", lambda: name)
     monkeypatch.setattr(packages.platform, "release", lambda: release)
-    assert said(packages.system).startswith(name) is well
+    assert found_by(packages.system).startswith(name) is well
 
 
 def test_a_torch_that_odc_does_not_know_is_named() -> None:
@@ -231,7 +233,7 @@ def test_extras(installed: Callable[..., None]) -> None:
     installed(EXTRAS, typer="0.15.1", rich="12.9", matplotlib="3.10")
     assert names_of_extras() == ["cli", "train", "plot"], "developers' extras are not the user's"
     assert packages.extra("plot") == "matplotlib"
-    assert said(packages.extra, "train") == "missing: rich 12.9 is older than 13, transformers is not installed"
+    assert found_by(packages.extra, "train") == "missing: rich 12.9 is older than 13, transformers is not installed"
 
 
 def entry(value: str, error: Exception | None = None) -> Any:
@@ -245,7 +247,7 @@ def entry(value: str, error: Exception | None = None) -> Any:
 
 def test_verl_plugin(installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     installed()
-    assert said(packages.verl_plugin) == "missing: verl is not installed"
+    assert found_by(packages.verl_plugin) == "missing: verl is not installed"
     other, plugin = entry("other.plugin"), entry("odc.integrations.verl.plugin")
     for verl, entries, found in (
         ("0.9.3", [other], "missing: verl 0.9.3 is there, odc's plugin is not registered"),
@@ -255,7 +257,7 @@ def test_verl_plugin(installed: Callable[..., None], monkeypatch: pytest.MonkeyP
     ):
         installed(verl=verl)
         monkeypatch.setattr(metadata, "entry_points", lambda group, entries=entries: entries)
-        assert said(packages.verl_plugin) == found
+        assert found_by(packages.verl_plugin) == found
 
 
 def test_versions() -> None:

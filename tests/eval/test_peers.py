@@ -61,7 +61,7 @@ class Watched:
 
 
 def test_a_sender_runs_ahead_by_a_megabyte_and_no_more():
-    """Nobody reads until the sender waits, or has sent all of its five megabytes."""
+    """No rank reads until the sender waits, or has sent all of its five megabytes."""
     store = Watched()
 
     def send() -> None:
@@ -126,14 +126,14 @@ def test_a_rank_that_stands_still_is_named_by_all():
     assert "rank 4 has made no progress for 0.8 s; it waits for rank 9 itself" in str(second)
 
 
-def test_whom_a_rank_has_waited_for_before_is_not_blamed():
+def test_a_rank_that_was_waited_for_before_is_not_blamed():
     """Rank 4 waits for 9, which comes; then 4 stands still, and 7 waits for it."""
     done = threading.Event()
 
     def work(peers: Peers) -> Any:
         peers.timeout_s = 2.0
         if peers.me == 2:
-            while not peers._store.check(["waits/0"]):  # until rank 4 has waited long enough to say so
+            while not peers._store.check(["waits/0"]):  # until rank 4 has waited long enough to report it
                 time.sleep(0.01)
             peers.send(0, b"late", "a letter")
         if peers.me == 0:

@@ -91,7 +91,7 @@ def _fails_beside_a_collective(rank: int, world: int) -> None:
         dist.all_reduce(torch.zeros(1))
 
 
-def test_a_collective_broken_off_is_blamed_on_who_failed_first():
+def test_a_collective_broken_off_is_blamed_on_the_rank_that_failed_first():
     with spawn_ranks(2, _fails_beside_a_collective) as ranks:
         first, second = ranks.wait()
     assert second.error == "KeyError"

@@ -37,7 +37,7 @@ def score(model: Any, tokens: torch.Tensor) -> float:
 def evaluate(model: Any, rank: int, world: int, mode: Any) -> tuple[Any, ...]:
     """All scores on rank 0; forwards that this rank ran; the plan's waste; when it ran its last, and was done.
 
-    Without padding rank 0 begins when all others are done, which needs forwards that do not meet.
+    Without padding rank 0 begins when all others are done, which needs forwards that wait for no other rank.
     """
     forwards, last, store, run = 0, 0.0, default_store(), f"evaluation {next(_runs)}"
 

@@ -46,6 +46,11 @@ def test_bad_values_are_refused_by_name(change: dict, message: str) -> None:
         JobConfig(model="m", data="d", **change)
 
 
+def test_the_least_piece_depends_on_the_device() -> None:
+    found = [JobConfig(model="m", data="d", device=device).piece_floor for device in ("cpu", "cuda")]
+    assert found == [256, 2048] and JobConfig(model="m", data="d", least_piece=9).piece_floor == 9
+
+
 def test_slow_ranks_by_rank() -> None:
     assert JobConfig(model="m", data="d").slowed() == {}
     assert JobConfig(model="m", data="d", slow="1:1.5, 0:2").slowed() == {0: 2.0, 1: 1.5}

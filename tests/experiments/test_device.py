@@ -74,6 +74,8 @@ def test_ranks_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert take_device("cuda", 3) == torch.device("cuda", 0) and os.environ[switch] == "1"
     assert taken == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
     assert take_device("cpu", 2) == torch.device("cpu") and len(taken) == 3
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
+    assert device.device_names() == ["GPU 0", "GPU 1"], "as a comparison's figures name them"
     settle(torch.device("cpu"))
 
 

@@ -37,7 +37,7 @@ def test_a_collective_waits_for_its_last_rank() -> None:
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-def test_resident_ranks_meet_before_their_first_and_after_their_last_microbatch(in_flight: int) -> None:
+def test_resident_ranks_wait_before_their_first_and_after_their_last_microbatch(in_flight: int) -> None:
     # 2 ranks: a gather or reduction of 8 bytes at 4 bytes/s takes 1 s. Rank 0 waits for 4 s, then reduces twice.
     cluster = Cluster(2, intra_bandwidth=4.0, reductions_in_flight=in_flight)
     result = simulate(Step(cluster, TWO, [[18.0], [20.0, 2.0]], "resident"))
@@ -67,14 +67,14 @@ def test_transfers_queue_at_an_owner_that_holds_all() -> None:
     assert queued.seconds == pytest.approx(1 + 4 * 1.0)
 
 
-def test_pieces_meet_in_every_unit_before_the_microbatches() -> None:
+def test_pieces_wait_in_every_unit_before_the_microbatches() -> None:
     # 3 ranks. Rank 0 is slow: pieces of 9 s take 18 s there and 9 s on rank 1, in 4 uses of 1/6, 1/6, 1/3, 1/3.
     gang = Gang((1, 0), (9.0, 9.0), exchange_seconds=0.5)
     step = Step(Cluster(3, slow={0: 2.0}), TWO, [[], [3.0], [30.0]], "on demand", gangs=[gang])
     result = simulate(step)
     assert result.busy == pytest.approx((18.0, 12.0, 30.0))
     assert result.transfer == pytest.approx((3.0, 3.0, 0.0))  # 0.5 s a unit in forward, twice that in backward
-    assert result.seconds == pytest.approx(30.0), "a rank without pieces waits for nobody"
+    assert result.seconds == pytest.approx(30.0), "a rank without pieces waits for no other"
     alone = simulate(replace(step, seconds=[[], [3.0], []]))
     # Rank 1 computes its last use of 3 s once rank 0 has begun its own, 12 s and three exchanges after the start.
     assert alone.seconds == pytest.approx(max(18 + 3, 12 + 3 + 3 + 3))
@@ -92,7 +92,7 @@ def test_gangs_that_cannot_be(gang: Gang) -> None:
         Step(Cluster(3), TWO, [[], [], []], "collectives", gangs=[gang])
 
 
-def test_dynamic_gives_the_next_microbatch_to_whoever_is_free() -> None:
+def test_dynamic_gives_the_next_microbatch_to_the_rank_that_is_free() -> None:
     step = Step(Cluster(2, slow={1: 3.0}), even_model(2, 1.0), [[1.0] * 8, []], "dynamic")
     result = simulate(step)
     assert result.microbatches == (6, 2)
@@ -110,7 +110,7 @@ def test_hybrid_sharding_stays_in_the_node_and_crosses_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    ("fields", "message"),
     [
         ({"ranks": 0}, "ranks"),
         ({"ranks": 6, "ranks_per_node": 4}, "divide"),
@@ -122,8 +122,8 @@ def test_hybrid_sharding_stays_in_the_node_and_crosses_once() -> None:
         ({"ranks": 2, "reductions_in_flight": -1}, "reductions_in_flight"),
     ],
 )
-def test_clusters_that_cannot_be(fields: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_clusters_that_cannot_be(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Cluster(**fields)  # type: ignore[arg-type]
 
 

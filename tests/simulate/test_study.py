@@ -110,7 +110,7 @@ def test_yaml_fills_a_scenario(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"ranks": 0}, "ranks"),
         ({"packing_ratio": 0.5}, "packing_ratio"),
@@ -123,8 +123,8 @@ def test_yaml_fills_a_scenario(tmp_path: Path) -> None:
         ({"collective": "star"}, "ring"),
     ],
 )
-def test_scenarios_that_cannot_be(changes: dict[str, object], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_scenarios_that_cannot_be(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         SMALL.with_(**changes)
 
 

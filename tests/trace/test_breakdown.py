@@ -95,21 +95,6 @@ def test_background_lanes_never_count(trace):
     assert breakdown(trace) == breakdown(main_only)
 
 
-@given(any_trace(), st.data())
-def test_an_inner_span_of_the_same_kind_changes_nothing(trace, data):
-    """Nesting must not count twice: a fetch inside a fetch is the same fetch."""
-    rank = data.draw(st.sampled_from(sorted(trace)))
-    outer = data.draw(st.sampled_from(trace[rank]))
-    if outer.category in (WINDOW, MICROBATCH, OPTIMIZER) or outer.lane != "main":
-        return
-    start = data.draw(st.integers(outer.start_ns, outer.end_ns))
-    others = [span for span in trace[rank] if span is not outer and span.lane == "main" and span.category in CATEGORIES]
-    if any(span.start_ns < outer.end_ns and outer.start_ns < span.end_ns for span in others):
-        return  # it would rightly cover what lies between
-    inner = outer._replace(start_ns=start, end_ns=data.draw(st.integers(start, outer.end_ns)))
-    assert breakdown({**trace, rank: [inner, *trace[rank]]}) == breakdown(trace)
-
-
 def test_without_microbatch_marks_compute_is_the_rest_of_the_window():
     trace = {rank: [s for s in spans if s.category != MICROBATCH] for rank, spans in two_ranks().items()}
     (step,) = breakdown(trace).steps
@@ -159,10 +144,3 @@ def test_nested_windows_of_one_epoch_are_one_and_windows_apart_are_refused():
     assert breakdown(trace) == breakdown(two_ranks())
     with pytest.raises(TraceError, match="epoch 0 was recorded twice"):
         breakdown(joined(two_ranks(0), two_ranks(0, 200 * MS)))
-
-
-def test_the_bubble_and_the_means_of_a_step():
-    result = breakdown(joined(two_ranks(0), two_ranks(1, 200 * MS)))
-    assert result.step_s.to_dict() == {"median": 0.095, "min": 0.095, "max": 0.095}
-    assert result.bubble.median == pytest.approx(1 - 55 / 95)
-    assert [step.mean_s(COMPUTE) for step in result.steps] == [0.0375, 0.0375]

@@ -200,8 +200,8 @@ def test_stalls_are_split_as_the_plain_reference_has_it(drawn, stalls):
                 pieces.append(main.pop(0))
             assert pieces[0].start_ns == begin
             assert [one.end_ns for one in pieces[:-1]] == [one.start_ns for one in pieces[1:]]
-            said = [(p.category, p.peer, p.unit) for p in pieces for _ in range(p.start_ns, p.end_ns)]
-            assert said == [plain(moment, lane, rank, calls) for moment in range(begin, begin + length)]
+            shown = [(p.category, p.peer, p.unit) for p in pieces for _ in range(p.start_ns, p.end_ns)]
+            assert shown == [plain(moment, lane, rank, calls) for moment in range(begin, begin + length)]
             kinds = [(p.category, p.peer, p.unit) for p in pieces]
             assert all(one != other for one, other in pairwise(kinds)), "two pieces of one kind"
         assert not main

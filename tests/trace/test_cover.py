@@ -27,7 +27,7 @@ def any_span(draw):
 
 
 def expected_at(moment, spans, marked):
-    """The definition, moment by moment: what a reader would say the thread was doing."""
+    """The definition, moment by moment: what a reader would take the thread to be doing."""
     over = [span for span in spans if span.lane == "main" and span.start_ns <= moment < span.end_ns]
     doing = [span for span in over if span.category not in (WINDOW, MICROBATCH)]
     if doing:

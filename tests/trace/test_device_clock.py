@@ -1,4 +1,4 @@
-"""A device's clock over a stand-in device, which does its work when it is told to and has a clock of its own."""
+"""A device's clock over a stand-in device, which does its work when it is asked to, and has its own clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Event:
         self.device, self.reached, self.settled = device, 0.0, True
 
     def record(self, stream: object) -> None:
-        self.settled = stream == STREAM  # `synchronize` of a later event says so of all of that stream
+        self.settled = stream == STREAM  # `synchronize` of a later event covers all of that stream
         behind_ns = self.device.behind_ns if stream == STREAM else self.device.elsewhere_ns
         host_ns = self.device.host_ns + behind_ns
         self.reached = self.device.zero + host_ns * self.device.rate
@@ -141,8 +141,8 @@ def test_other_lanes_keep_the_hosts_times(device: Device) -> None:
     with recorder.span(FETCH, lane="push"):
         pass
     recorder.add(FETCH, 7, end_ns=9)  # of moments that did not come from `now`
-    fetched, pushed, told = recorder.spans()
-    assert (fetched.start_ns, told.start_ns, told.end_ns) == (start, 7, 9)
+    fetched, pushed, given = recorder.spans()
+    assert (fetched.start_ns, given.start_ns, given.end_ns) == (start, 7, 9)
     assert fetched.end_ns - start < MS
     assert pushed.end_ns - pushed.start_ns < MS
     assert len(device.events) <= made + 1, "they record no event; the one more is the reference's"

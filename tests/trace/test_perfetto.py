@@ -84,7 +84,7 @@ def events(tmp_path, kind="X"):
     return [event for event in trace["traceEvents"] if event["ph"] == kind]
 
 
-def test_an_event_holds_what_the_design_says(tmp_path):
+def test_an_event_holds_what_viewers_need(tmp_path):
     (fetch,) = (event for event in events(tmp_path) if event["cat"] == FETCH and event["args"]["lane"] == "main")
     assert fetch == {
         "ph": "X",
@@ -156,9 +156,9 @@ def test_ranks_are_named_and_shown_by_host(tmp_path):
     def processes(hosts):
         write_trace(tmp_path / "t.json", TRACE, hosts)
         file = json.loads((tmp_path / "t.json").read_text())
-        told = [(event["name"], event["args"]) for event in file["traceEvents"] if event["name"].startswith("process")]
-        names = [args["name"] for name, args in told if name == "process_name"]
-        places = [args["sort_index"] for name, args in told if name == "process_sort_index"]
+        named = [(event["name"], event["args"]) for event in file["traceEvents"] if event["name"].startswith("process")]
+        names = [args["name"] for name, args in named if name == "process_name"]
+        places = [args["sort_index"] for name, args in named if name == "process_sort_index"]
         return [name for _, name in sorted(zip(places, names, strict=True))], file["otherData"].get("hosts")
 
     assert processes({0: 1, 3: 0}) == (["host 0, rank 3", "host 1, rank 0"], [1, 0])

@@ -120,7 +120,7 @@ def test_a_minibatch_that_lost_spans_is_left_out_of_a_breakdown(capacity, backgr
                         mine.add(FETCH, mine.now())
             with mine.span(OPTIMIZER):
                 pass
-    # Nothing tells a minibatch whose first span is the oldest one from a minibatch that lost its first.
+    # A minibatch whose first span is the oldest one looks like a minibatch that lost its first.
     left = (capacity - 1) // size if ring.dropped else epochs
     kept = ring.spans()
     marked = [span.epoch for span in kept if span.category == WINDOW]

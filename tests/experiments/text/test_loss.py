@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from odc.errors import UnsupportedError
 from odc.experiments.data.packing import IGNORED, Microbatch, padded_dummy
-from odc.experiments.text.loss import token_loss_sum, use_document_loss
+from odc.experiments.text.loss import loss_scale, token_loss_sum, use_document_loss
 
 transformers = pytest.importorskip("transformers", reason="needs the train extra")
 
@@ -125,6 +125,7 @@ def test_dummy_microbatch_gives_zero_gradients_everywhere():
     model = use_document_loss(tiny())
     assert step(model, padded_dummy()).item() == 0.0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert (loss_scale(4, 0), loss_scale(3, 16)) == (0.0, 3 / 16), "without labels no division"
 
 
 def test_unsuitable_heads_are_refused():
