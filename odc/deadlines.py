@@ -76,7 +76,7 @@ class Deadline:
 
 
 class Backoff:
-    """Pauses between two looks: `yields` times the thread only yields, then each sleep is `growth` times the last."""
+    """Pauses between two checks: `yields` times the thread only yields, then each sleep is `growth` times the last."""
 
     def __init__(self, first_s: float, longest_s: float, *, growth: float = 1.5, yields: int = 0) -> None:
         self._first_s, self._longest_s, self._growth = first_s, longest_s, growth

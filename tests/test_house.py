@@ -347,6 +347,9 @@ assert threading.active_count() == threads, "importing odc started a thread"
 assert sorted(os.listdir("/proc/self/fd")) == descriptors, "importing odc left a file open"
 heavy = {"typer", "rich", "matplotlib", "transformers", "tokenizers", "odc.kernels"} & set(sys.modules)
 assert not heavy, f"importing odc imported {heavy}"
+from odc.memory import atomics, processes
+assert not processes._registered, "importing odc registered a fork handler"
+assert atomics.default_atomics.cache_info().currsize == 0, "importing odc loaded a library of atomics"
 assert fully_shard is odc.fully_shard is vars(odc)["fully_shard"]
 for policy in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
     assert vars(odc)[policy] is getattr(torch.distributed.fsdp, policy), "torch's own: a port changes one line"

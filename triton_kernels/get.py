@@ -76,7 +76,7 @@ def get(
     symmetric: Symmetric | None = None,
     block: int | None = None,
 ) -> None:
-    """Fill `out` from byte `offset` on of what the pointer table says is the memory of `peer`.
+    """Fill `out` from byte `offset` on of the memory of `peer` in the pointer table.
 
     Does not wait: the caller has seen that the peer has published it. One launch, on the current stream; see `launch`
     for threads and errors.

@@ -1,4 +1,4 @@
-"""put: tensors side by side into a peer's memory (a staging slot), then a word that says they have arrived.
+"""put: tensors side by side into a peer's memory (a staging slot), then a word that marks their arrival.
 
 Every program makes its stores visible and counts itself in an int32 of scratch, and the last one stores the word with
 release at system scope, so a thread that acquires the word sees the data. Each launch leaves the count at zero.

@@ -9,7 +9,7 @@ instance, then destination slot; in the receive order by source instance, then d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,11 +79,6 @@ class Route:
         """The way back."""
         fields = {name: field.inverse() for name, field in self.fields.items()}
         return Route(self.me, fields, hashlib.sha256(b"back" + self.digest).digest())
-
-    def of_fields(self, names: Sequence[str]) -> Route:
-        """The part of some fields alone."""
-        chosen = {name: self.fields[name] for name in names}
-        return Route(self.me, chosen, hashlib.sha256(repr(sorted(names)).encode() + self.digest).digest())
 
 
 def _field(move: Rearrangement, rows: Ints, me: int) -> FieldRoute:

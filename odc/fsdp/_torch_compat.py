@@ -93,7 +93,7 @@ _ELSEWHERE: dict[str, tuple[Any, str]] = {
 # Before 2.15 a gradient that was upcast to the reduce dtype moves from the parameter to an attribute of its own.
 ACCUMULATES_APART = hasattr(FSDPParam, "to_accumulated_grad_if_needed")
 _OF_ACCUMULATION = ("unsharded_accumulated_grad", "unsharded_accumulated_grad_data")
-# From 2.15 on a parameter may say in which dtype its gradient is kept (`Tensor.grad_dtype`).
+# From 2.15 on a parameter may set the dtype of its gradient (`Tensor.grad_dtype`).
 HAS_GRADIENT_DTYPE = "sharded_grad_dtype" in inspect.get_annotations(FSDPParam)
 _OF_GRADIENT_DTYPE = ("sharded_grad_dtype", "_has_sharded_grad_dtype_override")
 

@@ -112,7 +112,7 @@ def write_gradients(
 ) -> None:
     """Add the minibatch's gradients of one unit to `.grad`, divided by `divide`, and run post-accumulate hooks.
 
-    `used` says for each of `params` whether any rank pushed to it in this minibatch.
+    `used`: for each of `params` whether any rank pushed to it in this minibatch.
     """
     wanted = [used_ and param.parameter.requires_grad for used_, param in zip(used, params, strict=True)]
     if not any(wanted):

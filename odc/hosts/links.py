@@ -1,7 +1,7 @@
 """The links of one root: a TCP connection to the member with this rank's index on every other host.
 
 This rank pushes its words there as it stores them, each once a host, with the texts and counts that explain them before
-them in the same stream. What arrives goes into the mirror in this rank's heap, where every rank of this host looks. The
+them in the same stream. What arrives goes into the mirror in this rank's heap, where each rank of this host reads. The
 daemon reads; the thread that stores a word writes, which never waits for long: the kernel's buffer takes more than an
 epoch's words. A link that breaks ends the job.
 """
@@ -19,6 +19,7 @@ import torch
 from odc.deadlines import LINK_FIRST_PAUSE_S, LINK_LONGEST_PAUSE_S, LINK_REFRESH_S, Backoff, Deadline
 from odc.memory import Words
 from odc.net.host_link import HostLink, side_to_blame
+from odc.net.liveness import Loss
 from odc.net.messages import (
     EntryWords,
     GivenReason,
@@ -33,6 +34,7 @@ from odc.net.messages import (
 )
 from odc.protocol.layout import HeapLayout
 from odc.protocol.peers.board import REASON_BYTES
+from odc.protocol.protocol import abort
 from odc.protocol.words import (
     ARENA_TABLE,
     ARENA_TAKEN,
@@ -73,15 +75,13 @@ Summed = Callable[[int, int, dict[int, int]], None]
 class Links:
     """All links of one root, over hosts: its `odc.protocol.sink.WordSink`.
 
-    `abort(reason, culprit)` ends the job on this host, and over this rank's board on the others. All methods may be
-    called from any thread.
+    `report` is that of the table of lost ranks. All methods may be called from any thread.
     """
 
-    def __init__(
-        self, layout: HeapLayout, abort: Callable[[str, int], None], lost_after_s: float = LOST_AFTER_S
-    ) -> None:
-        self._layout, self._grid, self._abort, self._lost_after_s = layout, layout.grid, abort, lost_after_s
+    def __init__(self, layout: HeapLayout, report: Callable[[Loss], None], lost_after_s: float = LOST_AFTER_S) -> None:
+        self._layout, self._grid, self._report, self._lost_after_s = layout, layout.grid, report, lost_after_s
         self._links: dict[int, HostLink] = {}
+        self._lost: set[int] = set()  # partners whose link has ended without a good-bye
         # Reentrant: the garbage collector may end a root, which sends to the others, while this thread sends.
         self._changing = threading.RLock()
         self._closed = False
@@ -93,6 +93,10 @@ class Links:
 
     def up(self, partner: int) -> bool:
         return partner in self._links
+
+    def will_report(self, partner: int) -> bool:
+        """Whether there is a link that has not reported how `partner` ends."""
+        return partner in self._links and partner not in self._lost
 
     def add(self, partner: int, connection: socket.socket) -> HostLink | None:
         """Use an admitted connection to `partner`: send it this rank's state. None if there is a link already."""
@@ -165,7 +169,7 @@ class Links:
         deadline, board = Deadline(timeout_s), self._layout.mine.board
         while not link.room(nbytes) and not board.load(Word.ABORT):
             if deadline.passed():
-                self._lost(link, TimeoutError(f"for {timeout_s:g} s it has not read what this host says"))
+                self._end(link, TimeoutError(f"for {timeout_s:g} s it has not read what this host says"))
                 return
             backoff.sleep()
 
@@ -191,9 +195,9 @@ class Links:
         try:
             link.send(*messages)
         except _DEAD:
-            return  # the reading thread finds out whether the other end had shut down before
+            return  # the daemon, as it reads, finds out whether the other end had shut down before
         except OSError as error:
-            self._lost(link, error)
+            self._end(link, error)
 
     # from the other hosts ----------------------------------------------------------------------------------------
 
@@ -209,23 +213,17 @@ class Links:
             **{_ARENA[region]: count for region, count in self._words.items()},
             ReadableSums: 2 * len(self._layout.units),
         }
-        messages, heard = MessageReader(limits), False
+        reader = MessageReader(limits)
 
         def read() -> bool:
-            nonlocal heard
             try:
-                # Once: the daemon calls again if there is more, and serves all others before.
-                data = link.receive()
-                if data == b"":
-                    raise ConnectionResetError("end of the stream")
-                heard = heard or data is not None
-                for message in messages.feed(data or b""):
+                for message in link.messages(reader):
                     self._take(link.member, message, summed)
             except (OSError, MalformedMessageError) as error:
-                if not heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
+                if not reader.heard and isinstance(error, _DEAD):  # it has admitted this rank, and not taken its link
                     self.missed(link.member)
                 else:
-                    self._lost(link, error)
+                    self._end(link, error)
                 return False
             return not self._closed
 
@@ -238,7 +236,7 @@ class Links:
                 peer.board.store(index, value)  # release: everything that came before it is in the mirror
                 peer.board.wake(index)
                 if index == Word.ABORT and value:
-                    self._abort(peer.reason, value - 1)
+                    abort(layout, peer.reason, value - 1)
             case GivenReason(text):
                 peer.set_reason(text)
             case GivenUp(epoch, text):
@@ -268,45 +266,28 @@ class Links:
             peer.set_reason(why)
             peer.board.store(Word.LEFT, 1)
 
-    def ended(self, member: int, reason: str, culprit: int) -> None:
-        """End the job, as `member` has ended; unless it has a link to this rank, which reports how it ended."""
-        with self._changing:
-            if self._closed or member in self._links or member not in self._grid.partners:
-                return
-            self._blame(member, reason, culprit)
-        self._abort(reason, culprit)
-
-    def _blame(self, member: int, reason: str, culprit: int) -> None:
-        """Say so in the mirror too, where ranks of this host see it to which this rank is not attached."""
-        peer = self._layout.remote(member)
-        peer.set_reason(reason)
-        peer.board.store(Word.ABORT, 1 + culprit)
-
-    def _lost(self, link: HostLink, error: Exception) -> None:
-        """End the job, unless the other end had shut down in good order, or this rank closes its links."""
-        with self._changing:
-            ended = self._closed or self._links.get(link.member) is not link
-        if ended:
-            return
+    def _end(self, link: HostLink, error: Exception) -> None:
+        """Report the loss of the other end, unless it had shut down in good order, or this rank closes its links."""
         peer, grid = self._layout.remote(link.member), self._grid
-        board = peer.board
-        if board.load(Word.LEFT) or self._layout.mine.board.load(Word.ABORT):
-            return
-        at = f"in epoch {board.load(Word.PUBLISHED)} (done with {board.load(Word.DONE)})"
-        if isinstance(error, _DEAD):
-            reason, culprit = f"rank {peer.rank} died {at}: its link to rank {grid.rank} has ended", peer.rank
-        elif isinstance(error, MalformedMessageError):
-            there = self._ranks_on([grid.host(link.member)])
-            reason, culprit = f"the host of ranks {there} speaks nonsense {at}: {error}", peer.rank
-        else:
-            reason, culprit = self._cut_off(link, f"{at}: {error}")
         with self._changing:
-            if not self._closed:
-                self._blame(link.member, reason, culprit)
-        self._abort(reason, culprit)
+            if self._closed or link.member in self._lost or self._links.get(link.member) is not link:
+                return
+            if peer.board.load(Word.LEFT) or self._layout.mine.board.load(Word.ABORT):
+                return
+            self._lost.add(link.member)
+        reason, detail, culprit = f"rank {peer.rank} died", f": its link to rank {grid.rank} has ended", peer.rank
+        if isinstance(error, MalformedMessageError):
+            there = self._ranks_on([grid.host(link.member)])
+            reason, detail = f"the host of ranks {there} speaks nonsense", f": {error}"
+        elif not isinstance(error, _DEAD):
+            reason, why, culprit = self._cut_off(link)
+            detail = f": {error} ({why})"
+        self._report(Loss(peer.rank, culprit, reason, detail, certain=False))
 
-    def _cut_off(self, link: HostLink, how: str) -> tuple[str, int]:
-        """Why the network is divided and whom to blame, the same on every rank of both sides: see `side_to_blame`."""
+    def _cut_off(self, link: HostLink) -> tuple[str, str, int]:
+        """Between which hosts the network is divided, why one side is named, and whom to blame: the same on every rank
+        of both sides (see `side_to_blame`).
+        """
         grid = self._grid
         with self._changing:
             silent = {one.member for one in self._links.values() if one is link or one.silent()}
@@ -316,9 +297,10 @@ class Links:
         others = beyond if named == here else here
         reason = (
             f"the host of ranks {self._ranks_on(named)} cannot be reached any more from that of ranks "
-            f"{self._ranks_on(others)} {how} (named as {why}: which side was cut off, or died, cannot be known)"
+            f"{self._ranks_on(others)}"
         )
-        return reason, min(grid.ranks[member] for host in named for member in grid.on(host))
+        why = f"named as {why}: which side was cut off, or died, cannot be known"
+        return reason, why, min(grid.ranks[member] for host in named for member in grid.on(host))
 
     def _ranks_on(self, hosts: Collection[int]) -> str:
         grid = self._grid

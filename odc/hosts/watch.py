@@ -5,7 +5,7 @@ host after its own, as torchrun numbers them: a ring of each index. Each end ann
 it shuts down. An end between the two is a death, which goes around the ring, and into the job's store for ranks that
 wait there. Once a root has a link, the link reports it.
 
-Both ends of a pair store where they listen before they look for the other, so at least one of them finds it. A rank
+Both ends of a pair store where they listen before they dial the other, so at least one of them finds it. A rank
 that ends before that, or before its first sharded module, is missed. A neighbour that cannot be reached is not taken
 for dead: with `Settings(address=...)` on the root alone it may be well.
 """
@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from odc.deadlines import STORE_ENDING_S
 from odc.errors import OdcError
 from odc.memory import close_after_fork
 from odc.net.host_link import HostLink, side_to_blame
+from odc.net.liveness import Liveness, Loss
 from odc.net.messages import MalformedMessageError, Message, MessageReader, RankEnded, Watching
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor, Registration
@@ -33,9 +33,6 @@ from odc.worker import in_background
 
 PURPOSE = "watch"
 _LIMITS: dict[type[Message], int] = {Watching: 0, RankEnded: REASON_BYTES}
-
-#: Given the rank that ended, why, and the rank to blame.
-Ended = Callable[[int, str, int], None]
 
 
 def neighbours(rank: int) -> list[int]:
@@ -48,44 +45,47 @@ def neighbours(rank: int) -> list[int]:
     return sorted({(rank + here) % world, (rank - here) % world})
 
 
-class _Neighbour:
+class _Neighbour(HostLink):
     """One connection, and the state of its other end."""
 
-    def __init__(self, link: HostLink) -> None:
-        self.link, self.messages = link, MessageReader(_LIMITS)
-        self.watches = self.left = False
+    def __init__(self, rank: int, connection: socket.socket, lost_after_s: float) -> None:
         self.reading: Registration | None = None
+        super().__init__(rank, connection, lost_after_s)
+        self.reader = MessageReader(_LIMITS)
+        self.watches = self.left = False
 
     def close(self) -> None:
         if self.reading is not None:
             self.reading.cancel()
-        self.link.close()
+        super().close()
 
 
 class HostWatch:
-    """This rank's watch over its `neighbours`, by connections to the listener of `network`.
-
-    `ended` is called once for every rank of the ring that ends without a good-bye, on the thread that notices it.
-    Raises as a JobStore does.
+    """This rank's watch over its `neighbours`, by connections to the listener of `network`: reports those that end
+    without a good-bye, and passes the first report of every lost rank on around the ring. Raises as a JobStore does.
     """
 
     def __init__(
-        self, reactor: Reactor, network: HostNetwork, neighbours: Sequence[int], lost_after_s: float, ended: Ended
+        self,
+        reactor: Reactor,
+        network: HostNetwork,
+        liveness: Liveness,
+        neighbours: Sequence[int],
+        lost_after_s: float,
     ) -> None:
         self._reactor, self._network, self._rank = reactor, network, network.rank
-        self._neighbours, self._lost_after_s, self._ended = neighbours, lost_after_s, ended
+        self._liveness, self._neighbours, self._lost_after_s = liveness, neighbours, lost_after_s
         self._lock = threading.Lock()
         self._connected: list[_Neighbour] = []
         self._closed = False
-        self.dead: dict[int, tuple[str, int]] = {}  # why, and whom to blame
         network.expect(PURPOSE, self._welcome)
+        liveness.follow(PURPOSE, self._pass_on)
         close_after_fork(self)
-        network.store.set(_key(self._rank), json.dumps(network.address))
-        in_background("odc-watch", self._dial)
+        self.connect()
 
     def watched(self) -> set[int]:
         """The neighbours whose death would be noticed now."""
-        return {neighbour.link.member for neighbour in list(self._connected) if neighbour.watches}
+        return {neighbour.member for neighbour in list(self._connected) if neighbour.watches}
 
     def wait_for_network(self, lost_after_s: float) -> None:
         """Take an interruption of the network for a death only after so long, from now on."""
@@ -93,18 +93,21 @@ class HostWatch:
             self._lost_after_s = lost_after_s
             for neighbour in self._connected:
                 with contextlib.suppress(OSError):  # it has ended, which the loop will notice
-                    neighbour.link.wait_for_network(lost_after_s)
+                    neighbour.wait_for_network(lost_after_s)
 
     # connections -------------------------------------------------------------------------------------------------
 
+    def connect(self) -> None:
+        """Connect to the neighbours that listen already, and are not watched yet; the others will connect to this rank.
+        On a thread that ends then.
+        """
+        in_background("odc-watch", self._dial)
+
     def _dial(self) -> None:
-        """Connect to the neighbours that listen already; the others will connect to this rank."""
-        for rank in self._neighbours:
+        for rank in set(self._neighbours) - self.watched():
             with contextlib.suppress(OdcError):  # also where it is stopped
-                found = self._network.store.find(_key(rank))
-                if found is not None and not self._closed:
-                    address, port = json.loads(found)
-                    connection = self._network.dial(rank, PURPOSE, address=(address, port), timeout_s=0.0)
+                connection = None if self._closed else self._network.dial_if_listening(rank, PURPOSE)
+                if connection is not None:
                     self._reactor.call(functools.partial(self._adopt, connection, rank))
 
     def _welcome(self, connection: socket.socket, rank: int) -> None:
@@ -114,27 +117,23 @@ class HostWatch:
             connection.close()
 
     def _adopt(self, connection: socket.socket, rank: int) -> None:
-        neighbour = _Neighbour(HostLink(rank, connection, self._lost_after_s))
+        neighbour = _Neighbour(rank, connection, self._lost_after_s)
         with self._lock:
             if self._closed:
-                neighbour.link.close()
+                neighbour.close()
                 return
             self._connected.append(neighbour)
-            _send(neighbour.link, Watching(until_now=0))
-            known = list(self.dead.items())
-        for dead, (reason, culprit) in known:
-            _send(neighbour.link, _message(dead, reason, culprit))
+            _send(neighbour, Watching(until_now=0))
+        for loss in self._liveness.losses():
+            _send(neighbour, _message(loss))
         read = functools.partial(self._read, neighbour)
-        neighbour.reading = self._reactor.on_readable(neighbour.link.fileno(), read)
+        neighbour.reading = self._reactor.on_readable(neighbour.fileno(), read)
 
     # what they send ----------------------------------------------------------------------------------------------
 
     def _read(self, neighbour: _Neighbour) -> None:
         try:
-            data = neighbour.link.receive()
-            if data == b"":
-                raise ConnectionResetError("end of the stream")
-            for message in neighbour.messages.feed(data or b""):
+            for message in neighbour.messages(neighbour.reader):
                 self._take(neighbour, message)
         except (OSError, MalformedMessageError) as error:
             self._drop(neighbour, error)
@@ -142,7 +141,7 @@ class HostWatch:
     def _take(self, neighbour: _Neighbour, message: Message) -> None:
         match message:
             case RankEnded(rank, culprit, reason):
-                self.report(rank, reason, culprit)
+                self._liveness.report(Loss(rank, culprit, reason))
             case Watching(until_now):
                 neighbour.watches, neighbour.left = True, bool(until_now)
 
@@ -152,7 +151,7 @@ class HostWatch:
             neighbour.close()
         if neighbour.left or not neighbour.watches:
             return
-        rank = named = neighbour.link.member
+        rank = named = neighbour.member
         if isinstance(error, ConnectionResetError | BrokenPipeError):
             reason = f"rank {rank} died: its connection to rank {self._rank}, which watches it, has ended"
         elif isinstance(error, MalformedMessageError):
@@ -160,7 +159,7 @@ class HostWatch:
         else:
             named, other = self._cut_off(rank)
             reason = f"rank {named} cannot be reached any more from rank {other}, its neighbour ({error})"
-        self.report(rank, reason, named)
+        self._liveness.report(Loss(rank, named, reason))
         # The daemon, on whose thread this is, must not wait for the store.
         store = self._network.store.within(STORE_ENDING_S)
         in_background("odc-watch", functools.partial(announce_failure, store, reason, named))
@@ -168,21 +167,15 @@ class HostWatch:
     def _cut_off(self, rank: int) -> tuple[int, int]:
         """Of this rank and the neighbour `rank`, between which the network has been cut: the one to name, the other."""
         with self._lock:
-            silent = {one.link.member for one in self._connected if one.link.silent()} | {rank}
+            silent = {one.member for one in self._connected if one.silent()} | {rank}
         known = {self._rank, *self._neighbours}
         named, _ = side_to_blame(known - silent, silent, min(known))
         return (rank, self._rank) if rank in named else (self._rank, rank)
 
-    def report(self, rank: int, reason: str, culprit: int) -> None:
-        """Note that `rank` has ended, and pass it on around the ring. On any thread; does not wait."""
-        with self._lock:
-            if self._closed or rank in self.dead:
-                return
-            self.dead[rank] = reason, culprit
-            links = [neighbour.link for neighbour in self._connected]
-        for link in links:
-            _send(link, _message(rank, reason, culprit))
-        self._ended(rank, reason, culprit)
+    def _pass_on(self, loss: Loss) -> None:
+        if self._liveness.is_first(loss):
+            for neighbour in self._connected:
+                _send(neighbour, _message(loss))
 
     # ending ------------------------------------------------------------------------------------------------------
 
@@ -191,8 +184,8 @@ class HostWatch:
         with self._lock:
             self._closed = True
             for neighbour in self._connected:
-                _send(neighbour.link, Watching(until_now=1))
-                neighbour.link.hang_up()
+                _send(neighbour, Watching(until_now=1))
+                neighbour.hang_up()
         self.close()
 
     def close(self) -> None:
@@ -203,13 +196,9 @@ class HostWatch:
 
 
 def _send(link: HostLink, message: Message) -> None:
-    with contextlib.suppress(OSError):  # its end is noticed by who reads
+    with contextlib.suppress(OSError):  # the loop notices its end as it reads
         link.send(message)
 
 
-def _message(rank: int, reason: str, culprit: int) -> RankEnded:
-    return RankEnded(rank, culprit, reason.encode()[:REASON_BYTES].decode("utf-8", "ignore"))
-
-
-def _key(rank: int) -> str:
-    return f"odc/watch/{rank}"
+def _message(loss: Loss) -> RankEnded:
+    return RankEnded(loss.rank, loss.culprit, loss.text().encode()[:REASON_BYTES].decode("utf-8", "ignore"))

@@ -135,8 +135,8 @@ class LossNormalizer:
     def microbatches(self, source: Iterable[T], counts: Callable[[T], Counts]) -> Iterator[T]:
         """Iterates over this rank's microbatches under "per_microbatch", in step with the other ranks.
 
-        `source` may hold any number, including zero; one is taken before the previous is handed out. `counts` says what
-        a microbatch adds to its divisor, or to each divisor by name. The divisor of the i-th microbatches is summed
+        `source` may hold any number, including zero; one is taken before the previous is handed out. `counts` gives
+        what a microbatch adds to its divisor, or to each divisor by name. The divisor of the i-th ones is summed
         over ranks, so a rank waits (with the group's timeout) until the slowest one is at most one microbatch behind.
         Every rank must iterate to the end, inside the minibatch.
         """

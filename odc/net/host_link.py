@@ -11,10 +11,11 @@ import fcntl
 import socket
 import struct
 import termios
+from collections.abc import Iterator
 
 from odc.deadlines import LINK_SEND_S
 from odc.memory import close_after_fork
-from odc.net.messages import Message, encode
+from odc.net.messages import Message, MessageReader, encode
 from odc.net.tcp import keep_alive, limit_calls, silent_for_long
 from odc.settings import LOST_AFTER_S
 
@@ -52,6 +53,15 @@ class HostLink:
             return self._connection.recv(1 << 16, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
+
+    def messages(self, reader: MessageReader) -> Iterator[Message]:
+        """The messages that what has arrived completes. Raises ConnectionResetError at the end, OSError where the link
+        is broken, and as `reader` does. Reads once: the loop calls again if there is more, and serves others before.
+        """
+        data = self.receive()
+        if data == b"":
+            raise ConnectionResetError("end of the stream")
+        yield from reader.feed(data or b"")
 
     def room(self, nbytes: int) -> bool:
         """Whether the other end has room for so much, and for words after it, though it may not read for long. True

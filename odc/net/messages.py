@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class PushCounts:
-    """The sender's push counts from parameter `first` on; before the word that says that they are complete."""
+    """The sender's push counts from parameter `first` on; before the word by which they are complete."""
 
     first: int
     values: tuple[int, ...]
@@ -92,17 +92,6 @@ class Watching:
 Message = (
     StoredWord | GivenReason | GivenUp | PushCounts | EntryWords | TakenWords | ReadableSums | RankEnded | Watching
 )
-_CLASSES: tuple[type[Message], ...] = (
-    StoredWord,
-    GivenReason,
-    GivenUp,
-    PushCounts,
-    EntryWords,
-    TakenWords,
-    ReadableSums,
-    RankEnded,
-    Watching,
-)
 
 
 class MalformedMessageError(ValueError):
@@ -136,7 +125,7 @@ class _Code:
         return self.of(*values)
 
 
-_CODES = {of: _Code(kind, of) for kind, of in enumerate(_CLASSES, start=1)}
+_CODES: dict[type[Message], _Code] = {of: _Code(kind, of) for kind, of in enumerate(get_args(Message), start=1)}
 
 
 def encode(message: Message) -> bytes:
@@ -146,16 +135,17 @@ def encode(message: Message) -> bytes:
 
 class MessageReader:
     """Cuts a stream into messages. `limits` are the classes that may come, each with the most bytes of its text, or the
-    most integers of its tuple.
+    most integers of its tuple. `heard` is whether anything has come yet.
     """
 
     def __init__(self, limits: Mapping[type[Message], int]) -> None:
         self._limits = {_CODES[of].kind: (_CODES[of], limit) for of, limit in limits.items()}
-        self._buffer = bytearray()
+        self._buffer, self.heard = bytearray(), False
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """The messages that `data` completes; raises MalformedMessageError at the first that no rank would send."""
         self._buffer += data
+        self.heard = self.heard or bool(data)
         while len(self._buffer) >= _HEAD.size:
             kind, nbytes = _HEAD.unpack_from(self._buffer)
             code = self._code(kind, nbytes)

@@ -23,7 +23,9 @@ from odc.deadlines import (
 )
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net.conversation import Conversation, HungUpError, converse
-from odc.net.engines import PURPOSE, Check, Engine, make_engine, no_check
+from odc.net.engines.connections import Check, no_check
+from odc.net.engines.engine import PURPOSE, Engine
+from odc.net.engines.nixl import make_engine
 from odc.net.handshake import (
     READER,
     Admitted,
@@ -57,39 +59,35 @@ class HostNetwork:
 
     def __init__(self, reactor: Reactor, store: Any, rank: int, settings: Settings) -> None:
         self.rank, self.store = rank, JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank)
-        address = own_address(store, settings.address)
-        self._settings = settings
+        self._reactor, self._settings, self._torch_store = reactor, settings, store
         self._engine: Engine | None = None
-        self._secret = job_secret(self.store, settings.secret_file)
         self._purposes: dict[str, Welcome] = {}
+        self._listener = self._listen()
+
+    def _listen(self) -> Listener[Admitted]:
+        settings = self._settings
+        address = own_address(self._torch_store, settings.address)
+        self._secret = job_secret(self.store, settings.secret_file)
         try:
             listening = bind(address, settings.ports)
-            self.address = address, int(listening.getsockname()[1])
-            name = f"{address}:{self.address[1]}"
-            self._listener = Listener(reactor, listening, name, self._begin, self._welcome)
+            port = int(listening.getsockname()[1])
+            listener = Listener(self._reactor, listening, f"{address}:{port}", self._begin, self._welcome)
         except OSError as error:
             other = "set Settings(address=...) to an address of this host that the others reach"
             if error.errno == errno.EADDRINUSE:
                 other = "widen the range in Settings(ports=...): each rank of a host takes one"
             raise UnsupportedError(
-                f"rank {rank} cannot listen at {address} ({error}); {remedy(error, other)}"
+                f"rank {self.rank} cannot listen at {address} ({error}); {remedy(error, other)}"
             ) from error
-
-    def suits(self, settings: Settings) -> bool:
-        """Whether this is where a root with `settings` would listen. The defaults name no place."""
-        return not self._other(settings, _LISTENING)
-
-    def _other(self, settings: Settings, names: tuple[str, ...]) -> str:
-        """The first of these settings that differs from this listener's and is not the default; "" if none does."""
-        for name in names:
-            if getattr(settings, name) not in (getattr(self._settings, name), getattr(Settings(), name)):
-                return name
-        return ""
+        self.address = address, port
+        self.store.set(_key(self.rank), json.dumps(self.address))
+        return listener
 
     def open(self, settings: Settings) -> None:
-        """Let roots with `settings` use it: make the engine and publish the address, if no root has yet.
+        """Let roots with `settings` use it: make the engine, if no root has yet.
 
-        Raises UnsupportedError if one has, and `settings` name another address, secret file or lost_after_s.
+        A listener that was made for the watch, by the settings of another module, moves where these name another place.
+        Raises UnsupportedError if a root uses it, and `settings` name other places, another secret or lost_after_s.
         """
         if self._engine is not None:
             if name := self._other(settings, _FIXED):
@@ -99,19 +97,24 @@ class HostNetwork:
                     "or exchange, these settings"
                 )
             return
-        kept = {name: getattr(self._settings, name) for name in _LISTENING}
+        moves = self._other(settings, _LISTENING)
+        kept = {name: getattr(settings, name) or getattr(self._settings, name) for name in _LISTENING}
         self._settings = dataclasses.replace(settings, **kept)
+        if moves:
+            self._reactor.call(self._listener.close)
+            self._listener = self._listen()
         self.store = self.store.within(max(STORE_LEAST_S, settings.timeout_s))
-        self._engine = engine = make_engine(
-            settings, self.rank, lambda other, check: self.dial(other, PURPOSE, check), self.address[0]
+        self._engine = make_engine(
+            settings, self.rank, lambda rank, check: self.dial(rank, PURPOSE, check), self.address[0]
         )
-        self.expect(PURPOSE, engine.adopt)
-        self.store.set(_key(self.rank), json.dumps(self.address))
+        self.expect(PURPOSE, self._engine.adopt)
 
-    @property
-    def opened(self) -> bool:
-        """Whether a root uses it."""
-        return self._engine is not None
+    def _other(self, settings: Settings, names: tuple[str, ...]) -> str:
+        """The first of these settings that differs from this listener's and is not the default; "" if none does."""
+        for name in names:
+            if getattr(settings, name) not in (getattr(self._settings, name), getattr(Settings(), name)):
+                return name
+        return ""
 
     @property
     def engine(self) -> Engine:
@@ -145,31 +148,30 @@ class HostNetwork:
 
     # connections to other ranks ----------------------------------------------------------------------------------
 
-    def dial(
-        self,
-        rank: int,
-        purpose: str,
-        check: Check = no_check,
-        address: tuple[str, int] | None = None,
-        timeout_s: float | None = None,
-    ) -> socket.socket:
+    def dial(self, rank: int, purpose: str, check: Check = no_check) -> socket.socket:
         """A connection to the listener of `rank` (global), for `purpose`; blocking.
 
-        Waits for the rank to listen, unless its `address` is known, and for `timeout_s`, which is the store's unless
-        given, for it to answer; `check`, given what this rank is doing, may raise to end that. Raises WaitTimeoutError
-        if it does not, PeerLostError if it is gone or does not belong to this job.
+        Waits for the rank to listen and to answer; `check`, given what this rank is doing, may raise to end that.
+        Raises WaitTimeoutError if it does not, PeerLostError if it is gone or does not belong to this job.
         """
-        where = address or self.address_of(rank, check)
-        limit_s = self.store.timeout_s if timeout_s is None else timeout_s
-        return dial(where, self._secret, self.rank, rank, purpose, limit_s, check, self.lost_after_s)
+        return self._dial_at(self.address_of(rank, check), rank, purpose, self.store.timeout_s, check)
+
+    def dial_if_listening(self, rank: int, purpose: str) -> socket.socket | None:
+        """As `dial`, but waits for no rank: None if it does not listen yet."""
+        found = self.store.find(_key(rank))
+        return None if found is None else self._dial_at(_decoded(found), rank, purpose, 0.0, no_check)
+
+    def _dial_at(
+        self, address: tuple[str, int], rank: int, purpose: str, timeout_s: float, check: Check
+    ) -> socket.socket:
+        return dial(address, self._secret, self.rank, rank, purpose, timeout_s, check, self.lost_after_s)
 
     def address_of(self, rank: int, check: Check = no_check) -> tuple[str, int]:
         """Where the listener of `rank` (global) is; waits, and raises, as `dial`."""
         doing = f"waiting for rank {rank} to listen for other hosts"
         late = f"rank {self.rank}, {doing}: it has not in {self.store.timeout_s:g} s"
         found = self.store.await_key(_key(rank), late, culprit=rank, check=lambda: check(doing))
-        address, port = json.loads(found)
-        return str(address), int(port)
+        return _decoded(found)
 
     def export_secret(self, identity: str) -> bytes:
         """The secret that admits a process outside the job to the weights of a root."""
@@ -239,6 +241,11 @@ def _admitted(connection: socket.socket, secret: bytes, me: int, rank: int, purp
         raise
     connection.settimeout(None)
     return connection
+
+
+def _decoded(address: bytes) -> tuple[str, int]:
+    host, port = json.loads(address)
+    return str(host), int(port)
 
 
 def _key(rank: int) -> str:

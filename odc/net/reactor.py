@@ -108,7 +108,7 @@ class Reactor:
     # on any thread -----------------------------------------------------------------------------------------------
 
     def call(self, task: Task, *, after_s: float = 0.0) -> None:
-        """Have the loop run `task`, `after_s` seconds from now. Does not wait.
+        """Run `task` on the loop's thread, `after_s` seconds from now. Does not wait.
 
         Once the loop has ended, a task that is due runs on the calling thread, and a timer never.
         """
@@ -132,7 +132,7 @@ class Reactor:
         return self._thread.is_alive() and os.getpid() == self._pid
 
     def stop(self, timeout_s: float) -> None:
-        """Have the loop end, and wait for that; idempotent."""
+        """End the loop, and wait for that; idempotent."""
         self._stopping = True
         self.call(_nothing)
         if not self.is_current():

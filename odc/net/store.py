@@ -1,13 +1,13 @@
-"""The job's key-value store, with a deadline on every call, and what ranks say of themselves in it.
+"""The job's key-value store, with a deadline on every call, and what ranks publish of themselves in it.
 
 torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given. A thread of this
 process therefore makes the calls on a connection of its own, and the caller waits for the thread until its deadline.
 
-While a call takes long, the caller also asks whether anything listens at the store's address: a new connection to a
+While a call takes long, the caller also checks whether anything listens at the store's address: a new connection to a
 store that is gone would be tried again until torch's timeout.
 
-A rank says which process it is when it first shards a module, so that a peer that waits for its heap sees the process
-end at once. Only ranks that see the same process ids (one host, one PID namespace) can look.
+A rank publishes its process when it first shards a module, so that a peer that waits for its heap sees the process
+end at once. Only ranks that see the same process ids (one host, one PID namespace) can see that.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _StoreConnection:
 
 
 def _clone(store: Any) -> Any:
-    """A connection of its own; None to a store that cannot be cloned or whose server is gone, as its calls will say."""
+    """A connection of its own; None to a store that cannot be cloned or whose server is gone, as calls will show."""
     try:
         socket.socket().close()  # raises where no descriptor is left, for which torch would try again and again
         return store.clone()
@@ -209,7 +209,7 @@ class JobStore:
         return job.wait()
 
     def _refuse_gone(self) -> None:
-        """Raise PeerLostError if the store's host says that nothing listens at its address any more."""
+        """Raise PeerLostError if nothing listens at the store's address any more."""
         try:
             if self._connection.address is not None:
                 socket.create_connection(self._connection.address, STORE_PROBE_S).close()
@@ -219,8 +219,8 @@ class JobStore:
             return
 
     def _lost(self, error: BaseException) -> OdcError:
-        said = str(error).strip().splitlines()
-        text = f"{self._who()}the job's key-value store{self._where()} is gone ({said[0] if said else error!r})"
+        lines = str(error).strip().splitlines()
+        text = f"{self._who()}the job's key-value store{self._where()} is gone ({lines[0] if lines else error!r})"
         dead = self._dead_within(STORE_DEATH_S)
         if dead is not None:
             return PeerLostError(f"{text}: the process of rank {dead} has ended", culprit=dead)
@@ -274,14 +274,14 @@ def announce_process(store: JobStore, rank: int) -> None:
 
 
 def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
-    """The process of `rank`; None if it has not said, or cannot be seen from here. Raises as a JobStore does.
+    """The process of `rank`; None if it has not published it, or cannot be seen from here. Raises as a JobStore does.
 
-    The handle belongs to the store's connection, which keeps it for the next who asks.
+    The handle belongs to the store's connection, which keeps it for later callers.
     """
     known = store.processes.get(rank)
-    if known is not None or (said := store.find(_key(rank))) is None:
+    if known is not None or (found := store.find(_key(rank))) is None:
         return known
-    pid, namespace, *_ = json.loads(said)
+    pid, namespace, *_ = json.loads(found)
     if namespace != _namespace():
         return None
     handle = ProcessHandle(int(pid))
@@ -305,10 +305,10 @@ def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
 
 def failure(store: JobStore) -> tuple[int, str] | None:
     """Culprit and reason that a rank of the job left by `announce_failure`. Raises as a JobStore does."""
-    said = store.find(_FAILED)
-    if said is None:
+    found = store.find(_FAILED)
+    if found is None:
         return None
-    culprit, reason = json.loads(said)
+    culprit, reason = json.loads(found)
     return int(culprit), str(reason)
 
 

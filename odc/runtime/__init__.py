@@ -5,8 +5,8 @@ from __future__ import annotations
 from odc.runtime.arena import Arena, abort_arenas, leave_arenas
 from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_releases, daemon, report_to_hosts, stop_daemon
+from odc.runtime.linking import locate
 from odc.runtime.member import Endpoint, Member
-from odc.runtime.placement import locate
 from odc.runtime.reading import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
 from odc.runtime.service import Service, reading_token
 

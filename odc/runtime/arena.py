@@ -24,8 +24,8 @@ from odc.protocol.arena_protocol import AbsentMember, ArenaWords
 from odc.protocol.grid import RankGrid
 from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
+from odc.runtime.linking import locate
 from odc.runtime.member import Member
-from odc.runtime.placement import locate
 from odc.settings import Settings
 
 _ALIGN = 64

@@ -89,12 +89,12 @@ def ask_member(
         except (TimeoutError, NoAnswerError) as error:  # it lives: stopped, or holding on to its interpreter lock
             check(doing)
             if deadline.passed():
-                said = f"{who}, {doing}: its server has not answered for {timeout_s:g} s"
-                raise WaitTimeoutError(said, culprit=rank) from error
+                late = f"{who}, {doing}: its server has not answered for {timeout_s:g} s"
+                raise WaitTimeoutError(late, culprit=rank) from error
             backoff.sleep()
         except OSError as error:
-            said = f"{who}, {doing}: its server does not answer ({error}){hint}"
-            raise PeerLostError(said, culprit=rank) from error
+            gone = f"{who}, {doing}: its server does not answer ({error}){hint}"
+            raise PeerLostError(gone, culprit=rank) from error
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Rendezvous:
             raise
         self._attached.add(member)
         if self._attached.issuperset(peer for peer in self.grid.local_shard_group if peer != self.grid.me):
-            with contextlib.suppress(OdcError):  # only a rank that shuts down looks at it
+            with contextlib.suppress(OdcError):  # only a rank that shuts down reads it
                 self.settle()
         return found
 
@@ -211,18 +211,18 @@ class Rendezvous:
             f"it has not created heap {self._identity} in {self.timeout_s:g} s; every rank of the mesh must shard the "
             "same modules and run them, or enter `with model.minibatch()` if it has no data"
         )
-        said: dict[str, Any] = json.loads(self._await_key(self._key(member), member, "come up", late))
-        return said
+        found: dict[str, Any] = json.loads(self._await_key(self._key(member), member, "come up", late))
+        return found
 
     def agreed(self, member: int) -> dict[str, Any]:
         """As `announced`; LayoutMismatchError if the member's heap is laid out otherwise than this rank's."""
-        said = self.announced(member)
-        if said["digest"] != self._own["digest"]:
-            raise LayoutMismatchError(self._difference(said, self.grid.ranks[member], self._identity))
-        return said
+        found = self.announced(member)
+        if found["digest"] != self._own["digest"]:
+            raise LayoutMismatchError(self._difference(found, self.grid.ranks[member], self._identity))
+        return found
 
-    def _refuse_other_host(self, said: dict[str, Any], rank: int) -> None:
-        if said.get("host") != self._own["host"]:
+    def _refuse_other_host(self, found: dict[str, Any], rank: int) -> None:
+        if found.get("host") != self._own["host"]:
             raise UnsupportedError(
                 f"rank {self.grid.rank} and rank {rank} are on different hosts, or in containers that do not share "
                 f"their network and PID namespaces; heap {self._identity} is shared within one host only"
@@ -234,22 +234,22 @@ class Rendezvous:
             self._store.within(STORE_ENDING_S).set(self._key(self.grid.me) + "/aborted", json.dumps([culprit, reason]))
 
     def _reported(self, member: int) -> PeerLostError | None:
-        """What the member left by `tell`, or any rank as it ended, as an error."""
+        """What the member left by `report`, or any rank as it ended, as an error."""
         store = self._store.within(STORE_ENDING_S)
         try:
             found = store.find(self._key(member) + "/aborted")
-            said = failure(store) if found is None else json.loads(found)
+            left = failure(store) if found is None else json.loads(found)
         except OdcError:
             return None
         doing = f"rank {self.grid.rank}, attaching to rank {self.grid.ranks[member]}"
-        return None if said is None else aborted_by(doing, *said)
+        return None if left is None else aborted_by(doing, *left)
 
     def _connect(self, member: int) -> Attachment:
         rank, me = self.grid.ranks[member], self.grid.rank
-        said = self.agreed(member)
-        self._refuse_other_host(said, rank)
-        request = {"op": "attach", "root": self._identity, "token": said["token"]}
-        answer = ask_member(said["address"], request, self.timeout_s, f"rank {me}", rank, self.check)
+        found = self.agreed(member)
+        self._refuse_other_host(found, rank)
+        request = {"op": "attach", "root": self._identity, "token": found["token"]}
+        answer = ask_member(found["address"], request, self.timeout_s, f"rank {me}", rank, self.check)
         if "error" in answer.reply:
             for fd in answer.fds:
                 os.close(fd)
@@ -278,9 +278,9 @@ class Rendezvous:
         """Raise if `rank` has made another root of a call of `fully_shard` that belongs to this one here."""
         for identity, calls in self._listed(self._store, rank).items() if self._calls else ():
             if identity != self._identity and self._calls.intersection(calls):
-                said = self._store.find(f"odc/{identity}/{rank}")
-                if said is not None:  # else all its ranks have shut it down by now
-                    raise LayoutMismatchError(self._difference(json.loads(said), rank, identity))
+                found = self._store.find(f"odc/{identity}/{rank}")
+                if found is not None:  # else all its ranks have shut it down by now
+                    raise LayoutMismatchError(self._difference(json.loads(found), rank, identity))
 
     def meet(self) -> None:
         """Return once every member of this host has called it, before device memory is mapped. Raises as `connect`."""
@@ -296,12 +296,12 @@ class Rendezvous:
             self._events.failed(str(error), culprit_of(error, self.grid.rank))
             raise
 
-    def _difference(self, said: dict[str, Any], rank: int, identity: str) -> str:
+    def _difference(self, found: dict[str, Any], rank: int, identity: str) -> str:
         me = self.grid.rank
         text = f"rank {me} and rank {rank} laid out heap {self._identity} differently: "
-        mine, theirs = self._own["units"], said["units"]
-        if identity == self._identity and self._own["settings"] != said.get("settings"):
-            return text + f"rank {me} has settings {self._own['settings']}, rank {rank} has {said.get('settings')}"
+        mine, theirs = self._own["units"], found["units"]
+        if identity == self._identity and self._own["settings"] != found.get("settings"):
+            return text + f"rank {me} has settings {self._own['settings']}, rank {rank} has {found.get('settings')}"
         if len(mine) != len(theirs):
             return text + f"rank {me} has {len(mine)} units, rank {rank} has {len(theirs)}"
         for i, (one, other) in enumerate(zip(mine, theirs, strict=True)):

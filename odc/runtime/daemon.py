@@ -17,10 +17,11 @@ from typing import Any
 
 from odc.deadlines import ALIVE_CHECK_S, DAEMON_JOIN_S
 from odc.errors import ConfigError, UnsupportedError
-from odc.hosts.watch import Ended, HostWatch, neighbours
+from odc.hosts.watch import HostWatch, neighbours
 from odc.net.handshake import PeerCredentials
 from odc.net.host_link import HostLink
 from odc.net.listener import list_listeners, remedy
+from odc.net.liveness import Liveness, Loss
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor, Registration
 from odc.net.requests import ask, serve_requests
@@ -33,20 +34,25 @@ _ADDRESS = re.compile(r"(?P<rank>\d+)\.(?P<pid>\d+)\.\w+")  # after the prefix a
 
 
 class Daemon:
-    """The daemon of this process; see `daemon()`. Methods may be called from any thread."""
+    """The daemon of this process; see `daemon()`. Methods may be called from any thread.
+
+    Attributes:
+        liveness: the ranks that are known to be lost.
+        releases: the roots that this rank has shut down, until no peer needs them.
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pid = rank, os.getpid()
         self.address = f"{LISTENER_PREFIX}{os.getuid()}.{rank}.{self.pid}.{secrets.token_hex(4)}"
         self._services: dict[str, Service] = {}
         self._registered: dict[str, list[Registration]] = {}  # by service
-        self._ended: dict[str, Ended] = {}  # by service: called for ranks that ended on other hosts
-        self._networks: list[HostNetwork] = []  # the last one is in use
-        self._watch_over_hosts: HostWatch | None = None
+        self._network: HostNetwork | None = None
+        self._host_watch: HostWatch | None = None
         self._making = threading.Lock()
         self._stopped = False
         self.doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reactor = reactor = Reactor("odc-server", self._abort_all, self._end)
+        self.liveness = Liveness(reactor)
         try:
             self._listener = serve_requests(reactor, self.address, self._answer)
         except OSError:
@@ -57,20 +63,11 @@ class Daemon:
 
     # called by the rank ------------------------------------------------------------------------------------------
 
-    def serve(self, service: Service, ended: Ended | None = None) -> None:
-        """Serve a root. The loop calls `ended` for every rank that ends on another host without a good-bye."""
+    def serve(self, service: Service) -> None:
+        """Serve a root, which follows the losses of ranks too."""
         self._services[service.identity] = service
-        if ended is not None:
-            self._reactor.call(lambda: self._pass_on_to(service, ended))
+        self.liveness.follow(service.identity, service.lost)
         self.notify()
-
-    def _pass_on_to(self, service: Service, ended: Ended) -> None:
-        if service.identity not in self._services:
-            return
-        self._ended[service.identity] = ended
-        before = {} if self._watch_over_hosts is None else dict(self._watch_over_hosts.dead)
-        for rank, (reason, culprit) in before.items():
-            ended(rank, reason, culprit)
 
     def dismiss(self, service: Service, then: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Stop serving a root; the loop calls `then` once it no longer touches the root's heap.
@@ -82,7 +79,7 @@ class Daemon:
 
         def drop() -> None:
             self._services.pop(service.identity, None)
-            self._ended.pop(service.identity, None)
+            self.liveness.unfollow(service.identity)
             for registration in self._registered.pop(service.identity, []):
                 registration.cancel()
             then()
@@ -96,14 +93,22 @@ class Daemon:
         return wait
 
     def watch(self, service: Service, member: int, pid: int) -> None:
-        """Call `service.peer_died(member)` as soon as process `pid` ends."""
+        """Report the loss of a member as soon as its process `pid` ends, unless it has shut the root down before."""
+
+        def ended() -> None:
+            if (loss := service.end_of(member)) is not None:
+                self.liveness.report(loss)
+
         if pid != self.pid:
-            self._register(service, lambda: self._reactor.on_exit(pid, lambda: service.peer_died(member)))
+            self._register(service, lambda: self._reactor.on_exit(pid, ended))
 
     def attend(self, service: Service, link: HostLink, read: Callable[[], bool]) -> None:
         """Call `read()` whenever `link` is readable, until it returns False or the service is dismissed."""
 
-        def begin() -> Registration:
+        def begin() -> Registration | None:
+            if link.fileno() < 0:
+                return None
+
             def call() -> None:
                 if not read():
                     reading.cancel()
@@ -111,7 +116,7 @@ class Daemon:
             reading = self._reactor.on_readable(link.fileno(), call)
             return reading
 
-        self._register(service, lambda: begin() if link.fileno() >= 0 else None)
+        self._register(service, begin)
 
     def _register(self, service: Service, begin: Callable[[], Registration | None]) -> None:
         def register() -> None:
@@ -127,9 +132,10 @@ class Daemon:
         """
         with self._making:
             network = self._listening(store, settings)
-            if not (network.opened or network.suits(settings)):  # it was made for the watch, by other settings
-                network = self._listen(store, settings)
+            before = network.address
             network.open(settings)
+            if self._host_watch is not None and network.address != before:
+                self._host_watch.connect()
             return network
 
     def watch_hosts(self, store: Any, settings: Settings | None) -> None:
@@ -139,36 +145,18 @@ class Daemon:
         Raises as a JobStore does; where this host cannot be listened at, the first root raises an error.
         """
         with self._making, contextlib.suppress(UnsupportedError, ConfigError):
-            if self._watch_over_hosts is not None:
+            if self._host_watch is not None:
                 if settings is not None:
-                    self._watch_over_hosts.wait_for_network(settings.lost_after_s)
+                    self._host_watch.wait_for_network(settings.lost_after_s)
             elif around := neighbours(self.rank):
                 chosen = settings or Settings()
                 network = self._listening(store, chosen)
-                self._watch_over_hosts = HostWatch(
-                    self._reactor, network, around, chosen.lost_after_s, self._some_rank_ended
-                )
+                self._host_watch = HostWatch(self._reactor, network, self.liveness, around, chosen.lost_after_s)
 
     def _listening(self, store: Any, settings: Settings) -> HostNetwork:
-        return self._networks[-1] if self._networks else self._listen(store, settings)
-
-    def _listen(self, store: Any, settings: Settings) -> HostNetwork:
-        self._networks.append(HostNetwork(self._reactor, store, self.rank, settings))
-        return self._networks[-1]
-
-    def _some_rank_ended(self, rank: int, reason: str, culprit: int) -> None:
-        """By the watch, on any thread."""
-
-        def pass_on() -> None:
-            for ended in list(self._ended.values()):
-                ended(rank, reason, culprit)
-
-        self._reactor.call(pass_on)
-
-    def report_to_hosts(self, reason: str, culprit: int) -> None:
-        """Send ranks on other hosts, also where no root is linked, the error that ends this one. Does not wait."""
-        if self._watch_over_hosts is not None:
-            self._watch_over_hosts.report(self.rank, reason, culprit)
+        if self._network is None:
+            self._network = HostNetwork(self._reactor, store, self.rank, settings)
+        return self._network
 
     def notify(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the loop has ended
@@ -193,19 +181,18 @@ class Daemon:
         reason = f"the server daemon of rank {self.rank} failed: {type(error).__name__}: {error}"
         for service in list(self._services.values()):
             service.abort(reason, self.rank)
-        self.report_to_hosts(reason, self.rank)
+        self.liveness.report(Loss(self.rank, self.rank, reason))
 
     def _end(self) -> None:
         self._services.clear()
-        self._ended.clear()
         while self._registered:
             for registration in self._registered.popitem()[1]:
                 registration.cancel()
         self._listener.close()
-        for network in self._networks:
-            network.close()
-        if self._watch_over_hosts is not None:
-            self._watch_over_hosts.leave()
+        if self._network is not None:
+            self._network.close()
+        if self._host_watch is not None:
+            self._host_watch.leave()
         # A late notification must not write to a recycled file descriptor.
         doorbell, self.doorbell = self.doorbell, -1
         os.close(doorbell)
@@ -252,8 +239,8 @@ def daemon(rank: int) -> Daemon:
                 _daemon = Daemon(rank)
             except OSError as error:
                 other = "look at what the container or sandbox of this process allows (odc doctor)"
-                said = f"rank {rank} cannot start its server daemon ({error}); {remedy(error, other)}"
-                raise UnsupportedError(said) from error
+                reason = f"rank {rank} cannot start its server daemon ({error}); {remedy(error, other)}"
+                raise UnsupportedError(reason) from error
         return _daemon
 
 
@@ -273,9 +260,9 @@ def stop_daemon() -> None:
 
 
 def report_to_hosts(reason: str, culprit: int) -> None:
-    """As `Daemon.report_to_hosts`, where this process has a daemon. Never raises, does not wait."""
+    """Report the error that ends this rank to other hosts, also where no root is linked. Never raises or waits."""
     if _daemon is not None and _daemon.alive():
-        _daemon.report_to_hosts(reason, culprit)
+        _daemon.liveness.report(Loss(_daemon.rank, culprit, reason))
 
 
 @dataclass(frozen=True)

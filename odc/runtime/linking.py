@@ -1,4 +1,4 @@
-"""How one root meets its members on other hosts, and how it parts from them.
+"""A root over several hosts: on which its members run, how it links to those on others, and what it shows them.
 
 A rank dials its partners on lower-numbered hosts, on a thread that ends when all are linked, and accepts from those
 on hosts after it.
@@ -6,23 +6,71 @@ on hosts after it.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import socket
-from collections.abc import Callable
+import struct
+from collections import Counter
+from collections.abc import Callable, Mapping
 
-from odc.errors import OdcError, PeerLostError, culprit_of
+from odc.errors import OdcError, PeerLostError, UnsupportedError, culprit_of
 from odc.hosts.links import Links
+from odc.memory import ShmHeap
+from odc.net.handshake import export_purpose
 from odc.net.host_link import HostLink
 from odc.net.network import HostNetwork
+from odc.net.store import JobStore, await_host, host_identity, refuse_failure
+from odc.protocol.grid import RankGrid
 from odc.protocol.layout import HeapLayout
+from odc.protocol.protocol import abort
 from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
 from odc.worker import in_background
+
+#: The words of the board that a reader outside the job needs, and receives.
+READER_WORDS = (Word.PUBLISHED, Word.PUBLISHING, Word.PROGRESS, Word.ABORT, Word.LEFT)
+#: These words and the digest of the heap's layout. Why the job ended follows as text.
+BOARD = struct.Struct(f"!{len(READER_WORDS)}q64s")
+
+
+def locate(store: JobStore, grid: RankGrid) -> RankGrid:
+    """`grid` with the hosts of its members; the same object where all are on this one.
+
+    Waits until every rank has called `fully_shard`, or made an exchange. Raises as a JobStore does, WaitTimeoutError if
+    a rank does not come up within the store's timeout, PeerLostError if one has ended with an error instead, and
+    UnsupportedError where hosts have unequally many of the ranks.
+    """
+    here = host_identity()
+    found = [here if rank == grid.rank else _await_host(store, rank, grid.rank) for rank in grid.ranks]
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(found))}
+    if len(numbers) == 1:
+        return grid
+    counts = Counter(found)
+    if len(set(counts.values())) > 1:
+        many = [
+            f"ranks {', '.join(str(rank) for rank, one in zip(grid.ranks, found, strict=True) if one == host)}"
+            for host in numbers
+        ]
+        raise UnsupportedError(
+            f"rank {grid.rank}: the mesh of {len(grid.ranks)} ranks lies unequally on {len(numbers)} hosts "
+            f"({'; '.join(many)}); every host must have equally many"
+        )
+    return dataclasses.replace(grid, hosts=tuple(numbers[host] for host in found))
+
+
+def _await_host(store: JobStore, rank: int, me: int) -> str:
+    doing = f"rank {me}, waiting for rank {rank} to come up"
+    late = (
+        f"{doing}: it has not called fully_shard in {store.timeout_s:g} s, nor made an exchange; every rank of the "
+        "mesh must shard the same modules"
+    )
+    return await_host(store, rank, late, lambda: refuse_failure(store, doing))
 
 
 class HostConnections:
     """The members of one root on other hosts, from this rank's side.
 
-    `abort(reason, culprit)` ends the job; `attend(link)` lets the daemon read the link.
+    `attend(link)` lets the daemon read the link.
     """
 
     def __init__(
@@ -31,11 +79,10 @@ class HostConnections:
         layout: HeapLayout,
         network: HostNetwork,
         links: Links,
-        abort: Callable[[str, int], None],
         attend: Callable[[HostLink], None],
     ) -> None:
         self._layout, self._grid = layout, layout.grid
-        self._network, self.links, self._abort, self._attend = network, links, abort, attend
+        self._network, self.links, self._attend = network, links, attend
         self._purpose = f"link {identity}"
         self._closed = False
         network.expect(self._purpose, self._accepted)
@@ -58,7 +105,7 @@ class HostConnections:
                     self._link(partner, connection)
         except OdcError as error:
             if not self._closed:
-                self._abort(str(error), culprit_of(error, self._grid.rank))
+                abort(self._layout, str(error), culprit_of(error, self._grid.rank))
 
     def _accepted(self, connection: socket.socket, rank: int) -> None:
         """On the daemon's thread."""
@@ -74,11 +121,6 @@ class HostConnections:
         link = self.links.add(partner, connection)
         if link is not None:
             self._attend(link)
-
-    def ended(self, rank: int, reason: str, culprit: int) -> None:
-        """A rank of the job has ended, maybe one of this root's that was not linked yet. On the daemon's thread."""
-        if rank in self._grid.ranks:
-            self.links.ended(self._grid.ranks.index(rank), reason, culprit)
 
     def needed_by(self, unread: Callable[[], list[int]] = list) -> list[int]:
         """Members that may still read this rank's memory from another host, need its links, or have not acknowledged
@@ -112,3 +154,49 @@ class HostConnections:
         self._closed = True
         self._network.expect_no_more(self._purpose)
         self.links.close()
+
+
+def board_name(identity: str) -> str:
+    """The name under which a member serves its board to readers."""
+    return f"{identity}/board"
+
+
+class ExposedHeap:
+    """This rank's heap of one root, exposed under the root's identity until `close`.
+
+    `answers` are functions by the name under which they answer members of other hosts. Weights in CPU memory are also
+    exposed to readers outside the job, which are admitted by a secret of the root's own. They may read the published
+    shards and receive `READER_WORDS`; every other byte of the heap is refused.
+    """
+
+    def __init__(
+        self, identity: str, layout: HeapLayout, network: HostNetwork, answers: Mapping[str, Callable[[], bytes]]
+    ) -> None:
+        self._identity, self._network, self._names = identity, network, [*answers]
+        self._readable = {identity: layout.published_range, board_name(identity): range(0)}
+        for part, memory in layout.heap.parts().items():
+            self._names.append(identity + part)
+            network.engine.expose(identity + part, memory)
+        for name, function in answers.items():
+            network.engine.answer(name, function)
+        if layout.units and isinstance(layout.heap, ShmHeap):
+            self._names.append(board_name(identity))
+            network.engine.answer(board_name(identity), functools.partial(_board, layout))
+            network.expect(export_purpose(identity), self._accepted)
+
+    def _accepted(self, connection: socket.socket, rank: int) -> None:
+        """By a reader; on the daemon's thread."""
+        self._network.engine.adopt(connection, rank, only=self._readable)
+
+    def close(self) -> None:
+        """Expose nothing any more; on the daemon's thread, or when there is none."""
+        self._network.expect_no_more(export_purpose(self._identity))
+        for name in self._names:
+            self._network.engine.withdraw(name)
+
+
+def _board(layout: HeapLayout) -> bytes:
+    """On a thread of the engine."""
+    words = {word: layout.mine.board.load(word) for word in READER_WORDS}
+    reason = layout.mine.reason if words[Word.ABORT] or words[Word.LEFT] else ""
+    return BOARD.pack(*words.values(), layout.heap.digest.encode()) + reason.encode()

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from odc.hosts.cache import NodeCache
-from odc.hosts.exposing import ExposedHeap
 from odc.hosts.heaps import RemoteHeaps, queue_answers
 from odc.hosts.links import Links
 from odc.hosts.sums import EarlySums, NodeSums
@@ -23,7 +22,7 @@ from odc.protocol.fetch import PublishedShards
 from odc.protocol.grid import RankGrid
 from odc.protocol.heap_reader import HeapReader, MappedHeaps
 from odc.protocol.layout import HeapLayout
-from odc.protocol.protocol import HOME, MemberProtocol, abort
+from odc.protocol.protocol import HOME, MemberProtocol
 from odc.protocol.push import HostRoute, Pusher
 from odc.protocol.queue import Queue
 from odc.protocol.reduction import OneOwner, Reduction, Replicas
@@ -31,7 +30,7 @@ from odc.protocol.units import UnitSpec
 from odc.protocol.words import Outcome
 from odc.runtime.connect import Rendezvous, RootEvents
 from odc.runtime.daemon import daemon
-from odc.runtime.linking import HostConnections
+from odc.runtime.linking import ExposedHeap, HostConnections
 from odc.runtime.service import Service
 from odc.runtime.shutdown import HeapRelease
 from odc.settings import Settings
@@ -139,10 +138,11 @@ class Member(Endpoint):
 
         links, engine = None, None
         if network is not None and grid.remote:
-            engine, links = network.engine, Links(layout, functools.partial(abort, layout), network.lost_after_s)
+            engine, links = network.engine, Links(layout, server.liveness.report, network.lost_after_s)
         super().__init__(layout, notify, engine, links)
         early = self.reduction if isinstance(self.reduction, EarlySums) else None
-        self._service = service = Service(identity, layout, [] if early is None else [early.sums.announce])
+        drains = [] if early is None else [early.sums.announce]
+        self._service = service = Service(identity, layout, drains, links)
         self._exposed: ExposedHeap | None = None
         self._hosts: HostConnections | None = None
         if network is not None:
@@ -154,8 +154,8 @@ class Member(Endpoint):
             def attend(link: HostLink) -> None:
                 server.attend(service, link, links.reader(link, None if early is None else early.note_summed))
 
-            self._hosts = HostConnections(identity, layout, network, links, service.abort, attend)
-        server.serve(service, None if self._hosts is None else self._hosts.ended)
+            self._hosts = HostConnections(identity, layout, network, links, attend)
+        server.serve(service)
 
     # what the rendezvous asks, once the root is announced
 

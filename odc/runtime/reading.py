@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from odc.errors import LayoutMismatchError, PeerLostError, aborted_by
-from odc.hosts.exposing import BOARD, READER_WORDS, board_name
 from odc.memory import ProcessHandle, Words
 from odc.memory.mapping import Mapping as SharedMemory
 from odc.net.engines import Check, Engine
@@ -24,6 +23,7 @@ from odc.net.network import dial
 from odc.protocol.peers.board import REASON_BYTES
 from odc.protocol.words import BOARD_WORDS, Word
 from odc.runtime.connect import ask_member
+from odc.runtime.linking import BOARD, READER_WORDS, board_name
 
 _SPAN_BYTES = 4 << 20  # that are read from another host at once, where what is wanted lies close together
 _GAP_BYTES = 4 << 10  # that are read for nothing rather than asked for in two reads

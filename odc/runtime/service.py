@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from odc.hosts.links import Links
 from odc.memory import Words
+from odc.net.liveness import Loss
 from odc.protocol.accumulate import Adder
 from odc.protocol.device import DeviceDrain
 from odc.protocol.layout import HeapLayout
@@ -32,11 +34,17 @@ def reading_token(token: str) -> str:
 class Service:
     """One root's server side. All methods are called from the daemon's thread unless stated otherwise.
 
-    `drains` are called in every turn of the loop; they do not wait.
+    `drains` are called in every turn of the loop; they do not wait. `links` go to other hosts.
     """
 
-    def __init__(self, identity: str, layout: HeapLayout, drains: Sequence[Callable[[], object]] = ()) -> None:
-        self._drains = drains
+    def __init__(
+        self,
+        identity: str,
+        layout: HeapLayout,
+        drains: Sequence[Callable[[], object]] = (),
+        links: Links | None = None,
+    ) -> None:
+        self._drains, self._links = drains, links
         self.identity, self.layout, self.token = identity, layout, secrets.token_hex(16)
         self.rank = layout.grid.rank
         self._board = layout.mine.board
@@ -71,18 +79,37 @@ class Service:
             found = True
         return found
 
-    def peer_died(self, member: int) -> None:
-        """Spread ABORT, with the member's own reason if it gave one; if it had left, say so in its mirrors."""
+    def end_of(self, member: int) -> Loss | None:
+        """What the end of the process of a member of this host means: its loss, unless it has shut this root down, or
+        has stored why it ends.
+        """
         peer = self.layout.peer(member)
-        rank, board = peer.rank, peer.board
-        if board.load(Word.ABORT):
-            self.abort(peer.reason, board.load(Word.ABORT) - 1)
-            return
-        if board.load(Word.LEFT):
+        if aborted := peer.board.load(Word.ABORT):
+            self.abort(peer.reason, aborted - 1)
+        elif peer.board.load(Word.LEFT):
             self._mark_final(member)
+        else:
+            return Loss(peer.rank, peer.rank, f"rank {peer.rank} died", "")
+        return None
+
+    def lost(self, loss: Loss) -> None:
+        """A rank of the job is lost: abort this root, if it is one of its members and has not shut it down."""
+        grid = self.layout.grid
+        if loss.rank not in grid.ranks or (member := grid.ranks.index(loss.rank)) == grid.me:
             return
-        epoch = board.load(Word.PUBLISHED)
-        self.abort(f"rank {rank} died in epoch {epoch} (done with {board.load(Word.DONE)})", rank)
+        if grid.is_remote(member):
+            concerned = member in grid.partners and self._links is not None and not self._links.will_report(member)
+        else:
+            concerned = self.layout.peer(member).attached and not self.layout.peer(member).board.load(Word.LEFT)
+        if not concerned:
+            return
+        peer = self.layout.peer(member)
+        board = peer.board
+        reason = loss.text(f" in epoch {board.load(Word.PUBLISHED)} (done with {board.load(Word.DONE)})")
+        if grid.is_remote(member):  # ranks of this host to which this rank is not attached see it in the mirror
+            peer.set_reason(reason)
+            board.store(Word.ABORT, 1 + loss.culprit)
+        self.abort(reason, loss.culprit)
 
     def _mark_final(self, column: int) -> None:
         """Mark the mirrors of a member that an error ended: they receive no more updates; see `Links`."""
@@ -127,7 +154,7 @@ class Service:
 
 
 def _described(board: Words, rank: int, host: int) -> dict[str, Any]:
-    """What a member's board says, here or in a mirror."""
+    """What a member's board shows, here or in a mirror."""
     waiting = board.load(Word.WAITING)
     try:
         state = RootState(board.load(Word.STATE)).name.lower()

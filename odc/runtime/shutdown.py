@@ -19,10 +19,9 @@ from odc.deadlines import (
     Deadline,
 )
 from odc.errors import OdcError, WaitTimeoutError
-from odc.hosts.exposing import ExposedHeap
 from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
-from odc.runtime.linking import HostConnections
+from odc.runtime.linking import ExposedHeap, HostConnections
 from odc.runtime.service import Service
 from odc.worker import Job, in_background
 

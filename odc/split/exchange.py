@@ -103,8 +103,8 @@ class PieceExchange:
     def _differs(self, arena: Arena, member: int) -> bool:
         """Whether a member takes this rank's split sample for another, or has gone by it.
 
-        One that has run its piece has put all before it goes on, so that what is not there then never will be. Who
-        waits in an arena is attached to its peer's.
+        A member puts all of a piece before it goes on, so that what is not there then never will be. A rank that waits
+        in an arena is attached to its peer's.
         """
         shown = arena.signature(_PLAN, member)
         return shown != self._shown and shown >> _MARK_BITS >= self._shown >> _MARK_BITS

@@ -38,7 +38,7 @@ class PieceMinibatch:
         return self._machine.absent(self._members.get(rank), "waiting for a piece of a split sample")
 
     def lose(self, rank: int, what: str) -> None:
-        """This rank waits in vain for another one, which is absent: go on without, and let others do so too.
+        """This rank waits in vain for another one, which is absent: give the minibatch up as that rank does.
 
         Raises OdcError, naming the rank, if it abandons nothing.
         """

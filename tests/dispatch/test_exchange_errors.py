@@ -138,7 +138,8 @@ def back_and_forth(rank: int, world: int, kind: str) -> None:
         route = Route.of(plan, rows, rank)
         got = exchange.move(1, "data", route, {"rows": given, "ids": ids})
         back = {"rows": 10.0 * rank + got["rows"]}
-        gradient = exchange.move(1, f"data{BACK}", route.of_fields(["rows"]).inverse, back)["rows"]
+        return_route = Route.of(plan, {"rows": rows["rows"]}, rank).inverse
+        gradient = exchange.move(1, f"data{BACK}", return_route, back)["rows"]
         if rank == 0:
             expected = given + torch.tensor([10.0] * 3 + [0.0] * 3)[:, None]
             assert torch.equal(gradient, expected), f"{gradient}"

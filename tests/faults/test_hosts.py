@@ -195,7 +195,7 @@ dist.init_process_group("gloo")
 model = torch.nn.Linear(8, 8)
 fully_shard(model)
 if dist.get_rank() == 1:
-    while not daemon(1)._watch_over_hosts.watched():
+    while not daemon(1)._host_watch.watched():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 with model.minibatch():

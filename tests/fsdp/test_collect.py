@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from support.members import BF16, F32, F64, HeapGroup, Layout
@@ -57,20 +55,6 @@ def test_a_sum_is_divided_once_in_the_accumulators_dtype(reproducible: bool, dty
             reduced(group.members[1].reduction, group.units[0], 3.0), torch.tensor(VALUES, dtype=dtype) / 3.0
         )
         assert group.layouts[1].peer(1).accumulator(group.units[0]).tolist() == VALUES, "the accumulator itself stays"
-
-
-def test_replicas_read_each_other_in_rank_order_and_get_the_same_bits() -> None:
-    with HeapGroup(LAYOUT, 2, replicas=3) as group:
-        same_shard = (1, 3, 5)
-        group.publish_all()
-        for member, value in zip(same_shard, [1e8, -1e8, 1.0], strict=True):
-            fill(group, member, [value] * 6)
-        fill(group, 0, [77.0] * 6)  # of the other shard
-        members, used = [group.members[member] for member in same_shard], [True, False]
-        with ThreadPoolExecutor(len(same_shard)) as threads:  # each waits for the others to add their parts up
-            list(threads.map(lambda one: one.reduction.gather(used), members))
-        for member in same_shard:
-            assert reduced(group.members[member].reduction, group.units[0], 2.0).tolist() == [0.5] * 6
 
 
 def test_used_and_trained_parameters_get_their_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def idle(rank: int, world: int) -> tuple[list[str], bool]:
         assert time.monotonic() < end, f"rank {rank}: {woken} run though no rank asks for anything"
     dist.barrier()
     member = root_of(model).member
-    alone = not daemon(rank)._networks and isinstance(member.protocol.sink, NoOtherHosts)
+    alone = daemon(rank)._network is None and isinstance(member.protocol.sink, NoOtherHosts)
     return [thread.name for thread in threads], alone
 
 

@@ -102,12 +102,6 @@ def test_a_replica_is_read_only_when_its_server_has_added_everything() -> None:
         assert [ranks[member].grads() for member in (0, 2)] == [[[3.75] * 4, [3.75] * 2, None]] * 2
 
 
-def complete(group: HeapGroup) -> None:
-    """Mark all accumulators as complete, as collect() does: in one thread no member can wait for another."""
-    for member, layout in enumerate(group.layouts):
-        layout.peer(member).board.store(Word.COMPLETE, 1)
-
-
 # begin ---------------------------------------------------------------------------------------------------------------
 
 
@@ -131,20 +125,6 @@ def test_begin_waits_until_no_rank_reads_the_last_epoch(two: list[Rank]) -> None
     two[1].machine.close_evaluation("step")
     two[0].machine.begin()
     assert two[0].machine.epoch == 2
-
-
-def test_begin_waits_until_the_replicas_have_read_the_accumulators() -> None:
-    with HeapGroup(LAYOUT, 1, replicas=2, settings=Settings(timeout_s=0.1)) as group:
-        ranks = [Rank(group, 0), Rank(group, 1)]
-        for rank in ranks:
-            rank.machine.begin()
-            rank.machine.done()
-        complete(group)
-        ranks[0].machine.collect()
-        with group.late("waiting for rank 13 to read the accumulators of epoch 1"):
-            ranks[0].machine.begin()
-        ranks[1].machine.collect()
-        ranks[0].machine.begin()
 
 
 def test_begin_counts_microbatches_anew_and_is_progress(two: list[Rank]) -> None:
@@ -205,6 +185,8 @@ def test_collect_waits_for_every_rank_and_for_its_server(two: list[Rank]) -> Non
         rank.machine.begin()
     two[0].heaps.by_hand = True
     two[1].push(0, 1.0)
+    with pytest.raises(OdcError, match=r"rank 10: collect\(\) without done\(\) in epoch 1"):
+        two[0].machine.collect()
     two[0].machine.done()
     with two[0].heaps.late("rank 13 to finish epoch 1"):
         two[0].machine.collect()

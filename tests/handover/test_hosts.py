@@ -26,12 +26,12 @@ from odc.errors import PeerLostError, UnsupportedError
 from odc.fsdp import root_of
 from odc.handover import Reader, weight_handle
 from odc.handover.handle import WeightHandle
-from odc.hosts.exposing import BOARD, READER_WORDS, board_name
 from odc.net.engines.connections import no_check
 from odc.net.engines.nixl import EXTRA, installed
 from odc.net.engines.server import DESCRIBE, REFUSED, request
 from odc.net.handshake import READER
 from odc.net.network import dial
+from odc.runtime.linking import BOARD, READER_WORDS, board_name
 
 HostPools = Callable[[int, int], Any]
 CASES = {

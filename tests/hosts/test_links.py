@@ -17,6 +17,7 @@ from support.waiting import until
 
 from odc.errors import PeerLostError
 from odc.hosts import links as module
+from odc.net.liveness import Loss
 from odc.net.messages import PushCounts, StoredWord, encode
 from odc.protocol import Outcome, RootState, Word
 from odc.protocol.words import BOARD_WORDS, decode_outcome, encode_outcome, outcome_word
@@ -246,6 +247,25 @@ def test_a_death_names_the_rank_at_the_other_end(linked: Linked) -> None:
     assert linked.aborts[2] == [("rank 10 died in epoch 1 (done with 0): its link to rank 16 has ended", 10)]
 
 
+def test_a_loss_that_the_ring_reports_ends_a_root_without_a_link_to_the_rank(linked: Linked) -> None:
+    """A link reports the end of its rank itself, or that the rank had shut down."""
+    ring = Loss(10, 10, "rank 10 died: its connection to rank 16, which watches it, has ended")
+    linked.services[2].lost(ring)
+    assert linked.aborts[2] == [(ring.text(), 10)]
+    assert linked.seen(3, 0, Word.ABORT) == 1 + 10, "in the mirror, for ranks that this one is not attached to"
+
+
+def test_a_loss_that_the_ring_reports_waits_for_the_link_to_the_rank(linked: Linked) -> None:
+    linked.join()
+    ring = Loss(10, 10, "rank 10 died: its connection to rank 16, which watches it, has ended")
+    for loss in (ring, Loss(13, 13, "rank 13 died", "")):  # the latter is no partner of rank 16
+        linked.services[2].lost(loss)
+    assert not linked.aborts[2]
+    linked.links[0].close()
+    linked.receive([2], lambda: bool(linked.aborts[2]))
+    assert linked.aborts[2] == [("rank 10 died in epoch 0 (done with 0): its link to rank 16 has ended", 10)]
+
+
 def test_a_rank_that_shut_down_before_it_was_linked_has_left(linked: Linked) -> None:
     """It admits the connection and hangs up without a word of its own; no rank died of that."""
     one, other = connection()
@@ -261,7 +281,7 @@ def test_a_rank_that_shut_down_before_it_was_linked_has_left(linked: Linked) -> 
 @pytest.mark.parametrize(("me", "other"), [(2, 0), (0, 2)])
 def test_the_same_host_is_named_on_both_sides_of_a_cut(linked: Linked, me: int, other: int) -> None:
     linked.join()
-    linked.links[me]._lost(linked.links[me]._links[other], TimeoutError(110, "Connection timed out"))
+    linked.links[me]._end(linked.links[me]._links[other], TimeoutError(110, "Connection timed out"))
     ((reason, culprit),) = linked.aborts[me]
     assert reason.startswith("the host of ranks 16, 19 cannot be reached any more from that of ranks 10, 13 in epoch 0")
     assert culprit == 16

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from support.waiting import PATIENCE_S, until
 
 from odc.deadlines import Deadline
-from odc.hosts.watch import PURPOSE, HostWatch, _key, neighbours
+from odc.hosts.watch import PURPOSE, HostWatch, neighbours
 from odc.net import JobStore, network
 from odc.net.conversation import converse
 from odc.net.handshake import begin_handshake
+from odc.net.liveness import Liveness, Loss
 from odc.net.messages import PushCounts, Watching, encode
-from odc.net.network import HostNetwork
+from odc.net.network import HostNetwork, _key
 from odc.net.reactor import Reactor
 from odc.net.store import failure
 from odc.settings import Settings
@@ -38,13 +39,16 @@ class Rank:
         settings = Settings(address="127.0.0.1", timeout_s=PATIENCE_S, lost_after_s=20.0)
         self._reactor = Reactor(f"rank {rank}", lambda error: None, self._close)
         self.network = HostNetwork(self._reactor, store, rank, settings)
-        self.watch = HostWatch(self._reactor, self.network, around, 20.0, self._end)
+        self.liveness = Liveness(self._reactor)
+        self.liveness.follow("this test", self._end)
+        self.watch = HostWatch(self._reactor, self.network, self.liveness, around, 20.0)
         self._good_bye = True
 
-    def _end(self, *what: Any) -> None:
-        with self.noticed:
-            self.ended.append(what)
-            self.noticed.notify_all()
+    def _end(self, loss: Loss) -> None:
+        if self.liveness.is_first(loss):
+            with self.noticed:
+                self.ended.append((loss.rank, loss.text(), loss.culprit))
+                self.noticed.notify_all()
 
     def watches(self, *ranks: int) -> None:
         """Wait until it watches these neighbours, and no others."""
@@ -94,7 +98,7 @@ def ring(make: Make) -> list[Rank]:
 def limits(rank: Rank) -> set[int]:
     """Milliseconds of silence after which the kernel ends its connections to neighbours."""
     option = socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-    return {one.link._connection.getsockopt(*option) for one in rank.watch._connected}
+    return {one._connection.getsockopt(*option) for one in rank.watch._connected}
 
 
 def test_connections_wait_for_the_network_as_the_settings_say_then_and_later(make: Make) -> None:
@@ -129,7 +133,7 @@ def test_a_rank_that_shuts_down_is_not_dead(make: Make, store: Any) -> None:
 
 def test_an_error_is_sent_with_its_culprit_before_the_good_bye(make: Make, store: Any) -> None:
     ranks = ring(make)
-    ranks[2].watch.report(2, "ValueError: no such token", 3)
+    ranks[2].liveness.report(Loss(2, 3, "ValueError: no such token"))
     ranks[2].end(good_bye=True)
     for rank in (ranks[0], ranks[1], ranks[3]):
         assert rank.until_ended(2) == [(2, "ValueError: no such token", 3)]

@@ -7,7 +7,6 @@ import gc
 import mmap
 import os
 import re
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -394,20 +393,3 @@ def test_a_forked_child_holds_nothing_and_harms_nothing() -> None:
     assert "closed" in refusal
     assert (parents_word, parents_data) == (7, 7)
     assert_nothing_left(job.pids, shared_files())
-
-
-def test_no_side_effect_at_import() -> None:
-    """Importing starts no thread, opens nothing, registers no fork handler and loads no library of atomics."""
-    import subprocess
-
-    code = """
-import os, torch
-import odc
-before = set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-import odc.memory, odc.memory.processes, odc.memory.atomics, odc.net.listener
-assert (set(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
-assert not odc.memory.processes._registered
-assert odc.memory.atomics.default_atomics.cache_info().currsize == 0
-assert not any("memfd" in line for line in open("/proc/self/maps"))
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

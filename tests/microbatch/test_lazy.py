@@ -104,13 +104,6 @@ def test_on_the_callers_thread_the_next_is_ready_too() -> None:
     assert watched.prepared == 3
 
 
-def test_eager_prepares_all_before_the_first() -> None:
-    watched = Watched(5)
-    lazy = LazyMicrobatches(watched, watched.prepare, prefetch=None)
-    next(lazy)
-    assert watched.prepared == 5
-
-
 @pytest.mark.parametrize("prefetch", [0, 1, None])
 @pytest.mark.parametrize("where", ["source", "prepare"])
 def test_an_error_comes_where_its_microbatch_would_have(where: str, prefetch: int | None) -> None:

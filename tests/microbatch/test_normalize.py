@@ -98,20 +98,6 @@ def test_each_ranks_microbatches_weigh_alike(counts: list[int], proxy: int) -> N
     assert off(found, reference(counts, lambda n, nonempty: 1 / (nonempty * n) if n else 0.0)) < 1e-12
 
 
-def test_a_mean_over_microbatches_is_another_objective_unless_counts_are_equal() -> None:
-    for counts, alike in (([12, 12, 12], True), ([40, 12, 1], False)):
-        gap = off(run(counts, LossNormalizer(3, normalization="per_rank_microbatch")), run(counts, LossNormalizer(30)))
-        assert (gap < 1e-12) == alike
-
-
-def test_a_proxy_for_each_microbatch_would_not_be_exact() -> None:
-    """What the issue proposes: each microbatch divided by its own tokens, mended by one factor at the end."""
-    counts, tokens = [40, 12, 1], [42, 13, 30]
-    exact = reference(counts, lambda n, _: 1 / sum(counts))
-    by_own = dict(zip(counts, tokens, strict=True))
-    assert off(reference(counts, lambda n, _: sum(tokens) / sum(counts) / (3 * by_own[n])), exact) > 0.1
-
-
 @pytest.mark.parametrize(("dtype", "proxy", "grad_scale", "within"), [
     (torch.bfloat16, 53, 1.0, 3e-2),
     (torch.float16, 53, 1024.0, 3e-3),

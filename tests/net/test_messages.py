@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.net.messages import _CLASSES, MalformedMessageError, Message, MessageReader, encode
+from odc.net.messages import _CODES, MalformedMessageError, Message, MessageReader, encode
 
 LONGEST = 12  # of a text in bytes, or of a tuple
-LIMITS: dict[type[Message], int] = dict.fromkeys(_CLASSES, LONGEST)
+CLASSES = [*_CODES]
+LIMITS: dict[type[Message], int] = dict.fromkeys(CLASSES, LONGEST)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 OF_TYPE = {
     "int": INTEGERS,
     "str": st.text(max_size=LONGEST // 4),
     "tuple[int, ...]": st.lists(INTEGERS, max_size=LONGEST).map(tuple),
 }
-messages = st.sampled_from(_CLASSES).flatmap(
+messages = st.sampled_from(CLASSES).flatmap(
     lambda of: st.builds(of, *(OF_TYPE[str(field.type)] for field in of.__dataclass_fields__.values()))
 )
 
@@ -35,7 +36,7 @@ def test_messages_arrive_as_they_were_sent_however_the_stream_is_cut(sent: list[
 
 
 @pytest.mark.parametrize(
-    "head", [(0, 0), (len(_CLASSES) + 1, 0), (1, 17), (1, 15), (2, LONGEST + 1), (4, 9), (4, 2**31)]
+    "head", [(0, 0), (len(CLASSES) + 1, 0), (1, 17), (1, 15), (2, LONGEST + 1), (4, 9), (4, 2**31)]
 )
 def test_what_no_rank_sends_is_refused_before_its_body_is_waited_for(head: tuple[int, int]) -> None:
     with pytest.raises(MalformedMessageError):
@@ -44,7 +45,7 @@ def test_what_no_rank_sends_is_refused_before_its_body_is_waited_for(head: tuple
 
 def test_a_class_that_is_not_expected_is_refused() -> None:
     with pytest.raises(MalformedMessageError, match="of kind 1"):
-        list(MessageReader({_CLASSES[1]: LONGEST}).feed(struct.pack("!BI", 1, 16)))
+        list(MessageReader({CLASSES[1]: LONGEST}).feed(struct.pack("!BI", 1, 16)))
 
 
 @given(st.binary(min_size=16, max_size=4096))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -244,10 +243,22 @@ def test_a_listener_that_no_root_uses_yet_suits_all_that_would_listen_alike() ->
     """It was made for the watch, by the settings of the first module that was sharded."""
     chosen = Settings(address="127.0.0.1")
     one = HostNetwork(cast(Reactor, ByHand()), dist.HashStore(), 0, chosen)
-    assert one.suits(Settings()) and one.suits(dataclasses.replace(chosen, lost_after_s=20.0))
-    assert not one.suits(Settings(address="127.0.0.2")) and not one.suits(Settings(secret_file="another"))
+    before = one.address
     one.open(Settings(lost_after_s=20.0, engine="sockets"))
+    assert one.address == before
     assert one.lost_after_s == 20.0
     with pytest.raises(UnsupportedError, match="with address='127.0.0.1' and not '127.0.0.2'"):
         one.open(Settings(address="127.0.0.2"))
+    one.close()
+
+
+def test_a_listener_that_no_root_uses_yet_moves_so_that_a_rank_has_one_port() -> None:
+    store = dist.HashStore()
+    one = HostNetwork(cast(Reactor, ByHand()), store, 0, Settings(address="127.0.0.1"))
+    before = one.address
+    one.open(Settings(address="127.0.0.2", engine="sockets"))
+    assert one.address[0] == "127.0.0.2"
+    assert json.loads(store.get(_key(0))) == list(one.address)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(before)
     one.close()

@@ -17,19 +17,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.rank_worker import tell
+from support.ranks import RankProcesses, spawn_ranks
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import ProcessHandle
 from odc.net import JobStore
 from odc.net import store as job_store
 from odc.net.store import announce_failure, announce_process, failure, process_of
-
-_HOST = """
-import time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
 
 
 class Silent:
@@ -173,23 +168,26 @@ class TestAwaitKey:
             JobStore(silent, 0.2).await_key("a", "rank 3 is late", culprit=3, timeout_s=600.0)
 
 
+def host_a_store(rank: int, world: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    tell(store.port)
+    time.sleep(600)
+
+
 @pytest.fixture
-def host() -> Iterator[tuple[subprocess.Popen[str], Any]]:
+def host() -> Iterator[tuple[RankProcesses, Any]]:
     """A process that hosts a store, and the store."""
-    with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        port = int(process.stdout.readline())
-        try:
-            yield process, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
-        finally:
-            process.kill()
+    with spawn_ranks(1, host_a_store) as process:
+        process.until_told(1)
+        (port,) = process.outcomes[0].told
+        yield process, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
 
 
-def test_a_store_that_was_gone_before_this_process_connected_to_it(host: tuple[subprocess.Popen[str], Any]) -> None:
+def test_a_store_that_was_gone_before_this_process_connected_to_it(host: tuple[RankProcesses, Any]) -> None:
     """Connecting would be tried again until torch's own timeout."""
     process, raw = host
     raw.set_timeout(timedelta(seconds=600))
-    process.kill()
+    process.kill(0)
     process.wait()
     store = JobStore(dist.PrefixStore("job", raw), 120.0, 5)
     with pytest.raises(
@@ -198,21 +196,21 @@ def test_a_store_that_was_gone_before_this_process_connected_to_it(host: tuple[s
         store.check(["a"])
 
 
-def test_a_store_whose_host_was_stopped_or_killed(host: tuple[subprocess.Popen[str], Any]) -> None:
+def test_a_store_whose_host_was_stopped_or_killed(host: tuple[RankProcesses, Any]) -> None:
     """A stopped one is silent: torch's own `check` would wait for as long as it is."""
     process, raw = host
     store = JobStore(dist.PrefixStore("job", raw), 1.0, 5)
     assert not store.within(60.0).check(["a"])
-    os.kill(process.pid, signal.SIGSTOP)
-    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    os.kill(process.pids[0], signal.SIGSTOP)
+    while Path(f"/proc/{process.pids[0]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.01)
     with pytest.raises(
         WaitTimeoutError, match=rf"^rank 5: .* store at 127\.0\.0\.1:{raw.port} has not answered for 1 s"
     ):
         store.check(["a"])
-    os.kill(process.pid, signal.SIGCONT)
+    os.kill(process.pids[0], signal.SIGCONT)
     assert not store.within(60.0).check(["a"])
-    process.kill()
+    process.kill(0)
     process.wait()
     for _ in range(2):
         with pytest.raises(
@@ -220,7 +218,7 @@ def test_a_store_whose_host_was_stopped_or_killed(host: tuple[subprocess.Popen[s
         ) as lost:
             store.within(60.0).check(["a"])
         assert lost.value.culprit == 0
-    store.processes[2] = ProcessHandle(process.pid)
+    store.processes[2] = ProcessHandle(process.pids[0])
     with pytest.raises(PeerLostError, match="the process of rank 2 has ended") as lost:
         store.within(60.0).check(["a"])
     assert lost.value.culprit == 2

@@ -1,4 +1,4 @@
-"""Twin of odc/runtime/placement.py and odc/net/tcp.py."""
+"""Twin of odc/runtime/linking.py and odc/net/tcp.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net import JobStore, announce_failure, announce_process
 from odc.net.tcp import own_address
 from odc.protocol import RankGrid
-from odc.runtime.placement import locate
+from odc.runtime.linking import locate
 
 
 def store(timeout_s: float = 30.0) -> JobStore:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from odc.errors import LayoutMismatchError, PeerLostError
-from odc.hosts.exposing import BOARD, READER_WORDS
 from odc.protocol import Word
 from odc.runtime import RemoteMember
+from odc.runtime.linking import BOARD, READER_WORDS
 
 DIGEST = "d" * 64
 

@@ -55,10 +55,17 @@ def test_there_is_nothing_to_drain_where_pushers_add() -> None:
         assert group.services[0].status()["slots"] == 0
 
 
+def end_process(group: HeapGroup, member: int) -> None:
+    """As the daemon of member 0 does when the process of another one has ended."""
+    loss = group.services[0].end_of(member)
+    if loss is not None:
+        group.services[0].lost(loss)
+
+
 def test_a_death_aborts_every_member_with_the_rank_and_its_epoch(group: HeapGroup) -> None:
     group.publish(1)
     group.members[1].protocol.board.store(Word.DONE, 1)
-    group.services[0].peer_died(1)
+    end_process(group, 1)
     for member in range(3):
         assert group.layouts[2].peer(member).board.load(Word.ABORT) == 1 + 13
         assert group.layouts[2].peer(member).reason == "rank 13 died in epoch 2 (done with 1)"
@@ -66,7 +73,7 @@ def test_a_death_aborts_every_member_with_the_rank_and_its_epoch(group: HeapGrou
 
 def test_a_rank_that_had_left_has_not_died(group: HeapGroup) -> None:
     group.members[1].protocol.board.store(Word.LEFT, 1)
-    group.services[0].peer_died(1)
+    end_process(group, 1)
     assert [group.layouts[0].peer(member).board.load(Word.ABORT) for member in range(3)] == [0, 0, 0]
 
 
@@ -115,7 +122,7 @@ def test_a_wait_on_the_mirrors_of_a_rank_that_has_left_and_ended_names_it() -> N
     with HeapGroup([[("w", 8, F32)]], 4, settings=Settings(timeout_s=60.0), hosts=(0, 0, 1, 1), by_hand=True) as group:
         group.attach_local()
         group.members[1].protocol.leave("ValueError: no such page", 19)
-        group.services[0].peer_died(1)
+        end_process(group, 1)
         layout, waiter = group.layouts[0], group.members[0].protocol.waiter
         assert [layout.remote(member).board.load(Word.LEFT) != 0 for member in (2, 3)] == [False, True]
         assert not layout.mine.board.load(Word.ABORT), "it has left, and did its part for all that is known"

@@ -80,14 +80,6 @@ def test_kinds_of_models_that_are_refused(kind: str, reason: str) -> None:
         rehearse(model, models.layers_of(model), models.hook(model))
 
 
-class Mixes(OwnModel):
-    """Mixes neighbouring tokens besides attention, which a piece knows nothing of."""
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, odc_piece: Any = None) -> Tensor:
-        logits = super().forward(input_ids, position_ids, odc_piece)
-        return logits + logits.roll(1, dims=1)
-
-
 class Restarts(OwnModel):
     """Counts positions by itself."""
 
@@ -120,7 +112,6 @@ class Loses(OwnModel):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Mixes, r"differ from the whole sample's by \d\.\de[-+]0\d, more than 1.0e-04 of their norm"),
         (Restarts, r"differ from the whole sample's by \d\.\de[-+]0\d, more than 1.0e-04 of their norm"),
         (Forgets, "of its 2 layers these did not hand their attention over: 1;"),
         (Loses, "fails with TypeError: .*unexpected keyword argument 'odc_piece'"),

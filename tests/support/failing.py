@@ -64,7 +64,7 @@ def until_ended(job: RankProcesses, ranks: Collection[int]) -> None:
 
 def until_watched(world: int) -> None:
     """Wait until this rank's neighbours are connected: a death before is noticed only by a rank that connects later."""
-    watch = daemon(int(os.environ["RANK"]))._watch_over_hosts
+    watch = daemon(int(os.environ["RANK"]))._host_watch
     assert watch is not None
     while len(watch.watched()) < min(2, world // int(os.environ["LOCAL_WORLD_SIZE"]) - 1):
         time.sleep(0.01)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import select
 import socket
 import time
 from collections.abc import Callable, Sequence
 
 from odc.hosts.links import Links
+from odc.net.liveness import Loss
+from odc.protocol import Word
 from odc.runtime import Endpoint
+from odc.runtime.service import Service
 from support.members import HeapGroup
 
 HOSTS = (0, 0, 1, 1)  # members 0 and 2 are partners, and 1 and 3
@@ -23,22 +27,28 @@ def connection() -> tuple[socket.socket, socket.socket]:
 
 
 class Linked:
-    """Links between the `members` of a group on `HOSTS`. What they abort is in `aborts`, and reaches their group."""
+    """Links between the `members` of a group on `HOSTS`, which report losses to the members' services at once."""
 
     def __init__(self, group: HeapGroup, members: Sequence[int] = (0, 2)) -> None:
         self.group = group
-        self.aborts: dict[int, list[tuple[str, int]]] = {me: [] for me in members}
         self.readers, self.filenos = dict[int, Callable[[], bool]](), dict[int, int]()
-        self.links = {me: Links(group.layouts[me], self._abort(me)) for me in members}
+        self.links = {me: Links(group.layouts[me], functools.partial(self._report, me)) for me in members}
+        self.services = {me: Service("group", group.layouts[me], links=links) for me, links in self.links.items()}
         for me, links in self.links.items():
             group.members[me] = Endpoint(group.layouts[me], group.notify, links=links)
 
-    def _abort(self, me: int) -> Callable[[str, int], None]:
-        def abort(reason: str, culprit: int) -> None:
-            self.aborts[me].append((reason, culprit))
-            self.group.members[me].protocol.abort(reason, culprit)
+    def _report(self, me: int, loss: Loss) -> None:
+        self.services[me].lost(loss)
 
-        return abort
+    @property
+    def aborts(self) -> dict[int, list[tuple[str, int]]]:
+        """By member, the reason and the culprit on its board, if it was aborted."""
+        found: dict[int, list[tuple[str, int]]] = {me: [] for me in self.links}
+        for me in self.links:
+            mine = self.group.layouts[me].mine
+            if aborted := mine.board.load(Word.ABORT):
+                found[me].append((mine.reason, aborted - 1))
+        return found
 
     def add(self, me: int, partner: int, end: socket.socket) -> None:
         """Link `me` to its partner by one end of a connection."""

@@ -60,7 +60,7 @@ class Answers:
         return f"{reader}, reading {self.what} of rank {self.rank}"
 
     def ask(self, request: bytes, into: memoryview) -> int:
-        """Send a request and fill `into` with the answer; returns how many bytes the rank says that it has.
+        """Send a request and fill `into` with the answer; returns the length that the rank answers.
 
         At `REFUSED` the connection has ended and `into` is as it was. Raises as `receive`.
         """

@@ -54,8 +54,8 @@ class Engine:
         self._server.expose(region, memory)
 
     def answer(self, name: str, function: Callable[[], bytes]) -> None:
-        """Let admitted ranks have `function` called, once for each `ask`. It runs on a thread of the engine, beside
-        other calls, and returns at once: at most `MOST_ANSWERED` bytes.
+        """Call `function` once for each `ask` of an admitted rank. It runs on a thread of the engine, beside others,
+        and returns at once: at most `MOST_ANSWERED` bytes.
         """
         self._server.answer(name, function)
 

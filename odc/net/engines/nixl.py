@@ -181,7 +181,7 @@ class NixlEngine(Engine):
         return True
 
     def _ask(self, answers: Answers, region: str) -> _Remote:
-        """What the rank says of its region."""
+        """The rank's description of its region."""
         length = answers.ask(request(DESCRIBE, region), memoryview(b""))
         if length == REFUSED:
             raise answers.refused(region, 0, 0)
@@ -259,10 +259,10 @@ def _failing(answers: Answers) -> Iterator[None]:
 def refuse_dead(connection: socket.socket) -> None:
     """Raise OSError if the other end of a connection on which nothing is expected has ended."""
     try:
-        said = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        found = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return
-    raise ConnectionError("it closed the connection" if not said else "it sent unexpected data")
+    raise ConnectionError("it closed the connection" if not found else "it sent unexpected data")
 
 
 def _place(memory: torch.Tensor) -> tuple[int, int, int, str]:

@@ -218,7 +218,7 @@ class RegionServer:
 
 
 def _allows(allowed: Mapping[bytes, range], operation: bytes, name: bytes, offset: int, nbytes: int) -> bool:
-    """Whether a process outside the job may ask for this. What DESCRIBE says would open the whole region."""
+    """Whether a process outside the job may ask for this. The answer to DESCRIBE would open the whole region."""
     within = allowed.get(name)
     if within is None or operation == DESCRIBE:
         return False
