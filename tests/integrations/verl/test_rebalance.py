@@ -111,7 +111,7 @@ def moved(rank: int, world: int, lengths: list[list[int]], owners: list[list[Any
 
 @pytest.mark.parametrize(
     "owners",
-    [[[0, 0, 0], [1, 1], [2]], [[2, 0, 1], [1, 0], [2]], [[1, 1, 1], [2, 2], [0]]],
+    [[[0, 0, 0], [1, 1], [2]], [[0, 1, 0], [1, 0], [2]], [[1, 1, 1], [2, 2], [0]]],
     ids=["nothing moves", "some move", "all move"],
 )
 def test_rows_arrive_whole_those_that_stay_first(ranks, owners) -> None:
