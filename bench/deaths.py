@@ -45,7 +45,7 @@ def on_one_host(world: int, repeats: int) -> list[tuple[float, str]]:
         culprit = number % world
         with spawn_ranks(world, train, Fault("rank", "kill", moment, "", culprit, world)) as job:
             outcomes = job.wait()
-        found.append((noticed(outcomes, culprit, outcomes[culprit].told[-1][0]), moment))
+        found.append((noticed(outcomes, culprit, outcomes[culprit].reports[-1][0]), moment))
     return found
 
 
@@ -60,7 +60,7 @@ def on_two_hosts(repeats: int) -> list[tuple[float, str]]:
         for number in range(4 * repeats):
             culprit = number % 4
             with spawn_on_hosts(hosts, 2, train, Fault("rank", "kill", "any", "", culprit, 4, hosts=2)) as job:
-                while any(not outcome.told for outcome in job.outcomes):
+                while any(not outcome.reports for outcome in job.outcomes):
                     job.receive(0.05)
                 time.sleep(0.3)  # it is in the midst of a step
                 died = job.kill(culprit)
@@ -83,9 +83,9 @@ def before_the_first_minibatch(repeats: int) -> list[tuple[float, str]]:
             os.kill(job.processes[0].pid if start == "torchrun" else int(job.text("pid0")), signal.SIGKILL)
             (job.folder / "go").write_text("go")
             for rank in range(1, WORLD):
-                if not job.text(f"said{rank}").startswith("PeerLostError: "):
+                if not job.text(f"error{rank}").startswith("PeerLostError: "):
                     raise SystemExit(job.outputs())
-            last = max((job.folder / f"said{rank}").stat().st_mtime for rank in range(1, WORLD))
+            last = max((job.folder / f"error{rank}").stat().st_mtime for rank in range(1, WORLD))
         found.append((last - died, start))
     return found
 

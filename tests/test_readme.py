@@ -36,10 +36,10 @@ def test_program_of_the_readme_runs(by: str, tmp_path: Path, capfd: pytest.Captu
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(README.parent)}
         subprocess.run(command, env=environment, check=True)
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == ["2 True", "2 True"]
-    said = capfd.readouterr().out
-    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+) a token$", said, re.MULTILINE)]
+    printed = capfd.readouterr().out
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+) a token$", printed, re.MULTILINE)]
     # An untrained model of 256 tokens spreads its guesses about evenly.
-    assert len(losses) == 3 and all(abs(loss - math.log(256)) < 0.5 for loss in losses), said
+    assert len(losses) == 3 and all(abs(loss - math.log(256)) < 0.5 for loss in losses), printed
 
 
 def test_make_targets_of_the_readme_exist() -> None:

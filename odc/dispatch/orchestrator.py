@@ -74,7 +74,7 @@ class Orchestrator:
         """
         began = perf_counter()
         self._step += 1
-        gathered = self.exchange.gather(self._step, RECORDS, self._told(records))
+        gathered = self.exchange.gather(self._step, RECORDS, self._row_of(records))
         everyone = [self._understood(instance, values) for instance, values in enumerate(gathered)]
         try:
             whole = plan_step(everyone, self.encoders, self.llm, nodes=self._nodes)
@@ -90,7 +90,7 @@ class Orchestrator:
         self._step += 1
         self.exchange.gather(self._step, RECORDS, _refusal(reason))
 
-    def _told(self, records: Records) -> Ints:
+    def _row_of(self, records: Records) -> Ints:
         """What this rank gathers: its records, or why they are bad, so that all ranks refuse the step alike."""
         try:
             caps = [self.llm.longest, *(encoder.longest for encoder in self.encoders)]

@@ -152,22 +152,22 @@ class Waiter:
             member = column  # through which the other host's state arrives
         peer, rank = self._layout.peer(member), self._grid.ranks[member]
         note, blamed = peer.reason, peer.board.load(Word.LEFT) - 2
-        said = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"
+        text = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"
         why = f"; the last error there was {note}" if note else ""
-        raise PeerLostError(f"{said}{why}; {_SAME_NUMBER}", culprit=blamed if blamed >= 0 else rank)
+        raise PeerLostError(f"{text}{why}; {_SAME_NUMBER}", culprit=blamed if blamed >= 0 else rank)
 
     def _raise_timeout(self, member: int, what: str, published: int, done: int) -> None:
         rank = self._grid.ranks[member]
         culprit = self._grid.ranks[last_in_chain(member, self._grid.me, self._waits_for)]
         itself = f", and waits itself for rank {culprit}" if culprit != rank else ""
         behind = f", and {_SAME_NUMBER}" if done == published < self._epoch() else ""
-        said = (
+        text = (
             f"{self._me()}, waiting for {what}: rank {rank} has not called into odc for "
             f"{self._layout.settings.timeout_s:g} s (it published epoch {published} and is done with epoch {done})"
             f"{itself}; raise Settings.timeout_s if it is only slow{behind}"
         )
-        self._abort(said, culprit)  # or others would blame this rank, which ends now
-        raise WaitTimeoutError(said, culprit=culprit)
+        self._abort(text, culprit)  # or others would blame this rank, which ends now
+        raise WaitTimeoutError(text, culprit=culprit)
 
     def _waits_for(self, member: int) -> int | None:
         peer = self._layout.peer(member)

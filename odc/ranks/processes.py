@@ -65,7 +65,7 @@ class RankOutcome:
     message: str = ""
     trace: str = ""
     at: float = 0.0  # `time.monotonic()` when the exception had left the function, comparable between processes
-    told: list[Any] = field(default_factory=list)  # what the rank passed to `odc.ranks.worker.tell`
+    reports: list[Any] = field(default_factory=list)  # what the rank passed to `odc.ranks.worker.report`
     output: str = ""  # standard output and error, where they were kept
     answered: bool = False  # the function has returned or raised
 
@@ -76,8 +76,8 @@ class RankOutcome:
 
     def note(self, kind: str, value: Any) -> None:
         """Take in what the rank sent."""
-        if kind == "told":
-            self.told.append(value)
+        if kind == "report":
+            self.reports.append(value)
             return
         self.answered = True
         if kind == "returned":

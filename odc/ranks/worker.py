@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
-_teller: Connection | None = None
+_reporter: Connection | None = None
 
 
 class Birth(NamedTuple):
@@ -66,10 +66,10 @@ class Hello(NamedTuple):
     main: dict[str, Any]  # what `multiprocessing` passes to a spawned child of its parent's paths and main module
 
 
-def tell(value: Any) -> None:
+def report(value: Any) -> None:
     """Send a value that pickles to the process that started this rank, while a task runs."""
-    assert _teller is not None, "tell() belongs in a rank process"
-    _teller.send_bytes(pickle.dumps(("told", value)))
+    assert _reporter is not None, "report() belongs in a rank process"
+    _reporter.send_bytes(pickle.dumps(("report", value)))
 
 
 def die_with(parent: int) -> None:
@@ -115,7 +115,7 @@ def serve(control: socket.socket) -> Birth | None:
 
 def live(birth: Birth) -> None:
     """Is one rank, from the fork to the end of its process."""
-    global _teller
+    global _reporter
     die_with(birth.parent)
     os.setsid()  # all that this rank starts is found by its session, also when the rank is dead; no Ctrl-C gets here
     for target, fd in ((1, birth.output), (2, birth.errors)):
@@ -123,7 +123,7 @@ def live(birth: Birth) -> None:
         os.close(fd)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    channel = _teller = Connection(birth.channel)
+    channel = _reporter = Connection(birth.channel)
     hello = Hello(*pickle.loads(channel.recv_bytes()))
     if hello.whole_end:
         _work(channel, hello)

@@ -4,7 +4,7 @@ The announcement carries what the layouts must agree on, so both sides can name 
 whose job was aborted leaves the reason in the store, so that one that attaches too late blames the culprit.
 
 Keys of a root `I` in the store, all under `odc/I`: `R` (the announcement of rank R), `R/lines`, `R/met`, `R/settled`,
-`R/aborted` and `departed`. The last member to shut down deletes them. `odc/roots/M/R` lists the roots that rank R has
+`R/aborted` and `released`. The last member to shut down deletes them. `odc/roots/M/R` lists the roots that rank R has
 on the ranks M, with the calls of `fully_shard` in each.
 """
 
@@ -357,13 +357,13 @@ class Rendezvous:
         """Take this root out of the store. Every member calls it once, when all have settled; the last deletes."""
         if self._calls:
             self._list(self.grid.rank, None)
-        departed = f"odc/{self._identity}/departed"
-        if self._patient.add(departed, 1) < len(self.grid.ranks):
+        released = f"odc/{self._identity}/released"
+        if self._patient.add(released, 1) < len(self.grid.ranks):
             return
         for member in self.grid.members:
             for kind in _KEYS:
                 self._patient.delete_key(self._key(member) + kind)
-        self._patient.delete_key(departed)
+        self._patient.delete_key(released)
 
     def close(self) -> None:
         """Give the peers' doorbells back, and drop the callbacks: the heap holds this object, and they the heap."""

@@ -56,8 +56,8 @@ class ReadOnlyMember(ABC):
 
     def _refuse(self, doing: str, words: Mapping[Word, int], reason: bytes) -> None:
         if words[Word.ABORT]:
-            culprit, said = words[Word.ABORT] - 1, reason.split(b"\0", 1)[0].decode("utf-8", "replace")
-            raise aborted_by(f"reader, {doing}", culprit, said)
+            culprit, reported = words[Word.ABORT] - 1, reason.split(b"\0", 1)[0].decode("utf-8", "replace")
+            raise aborted_by(f"reader, {doing}", culprit, reported)
         if words[Word.LEFT]:
             raise PeerLostError(f"reader, {doing}: rank {self.rank} has left the job", culprit=self.rank)
 
@@ -165,9 +165,9 @@ class RemoteMember(ReadOnlyMember):
             raise _refuse_other_heap(rank)
 
     def _ask(self) -> tuple[dict[Word, int], str, bytes]:
-        said = self._engine.sockets.ask(self.rank, board_name(self._engine.root), what="the state")
-        *words, digest = BOARD.unpack_from(said)
-        return dict(zip(READER_WORDS, words, strict=True)), digest.decode(), said[BOARD.size :]
+        answer = self._engine.sockets.ask(self.rank, board_name(self._engine.root), what="the state")
+        *words, digest = BOARD.unpack_from(answer)
+        return dict(zip(READER_WORDS, words, strict=True)), digest.decode(), answer[BOARD.size :]
 
     def load(self) -> Mapping[Word, int]:
         return self._ask()[0]

@@ -79,11 +79,11 @@ def test_compare_writes_one_table_and_what_it_names(
     for name in ("COLUMNS", "NO_COLOR"):
         monkeypatch.setenv(name, _ENV[name])
     code = command.odc(*arguments)
-    said, progress = capfd.readouterr()
+    printed, progress = capfd.readouterr()
     assert code == 0, progress
     for text in ("bubble, measured", "peak memory, MiB", "final loss", "fsdp2", "odc-dynamic", "rank 1 slowed 1.5x"):
-        assert text in " ".join(said.split())  # the title may be broken into lines
-    named = re.findall(r"^(?:figures|timeline|trace \S+) +(\S+)$", said, re.MULTILINE)
+        assert text in " ".join(printed.split())  # the title may be broken into lines
+    named = re.findall(r"^(?:figures|timeline|trace \S+) +(\S+)$", printed, re.MULTILINE)
     assert [Path(path).name for path in named] == [
         "compare.json",
         "timeline.png",
@@ -100,8 +100,8 @@ def test_compare_writes_one_table_and_what_it_names(
 
 def test_traceback_shows_where_it_came_from(job: list[str], capfd: pytest.CaptureFixture) -> None:
     command.odc("--traceback", "train", *job, "--arm", "zero1")
-    said = capfd.readouterr().err
-    assert "Traceback" in said and "config.py" in said
+    printed = capfd.readouterr().err
+    assert "Traceback" in printed and "config.py" in printed
 
 
 @pytest.mark.thorough
@@ -120,8 +120,8 @@ def test_without_its_libraries_it_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert command.odc("--help") == 2
-    said = f"odc: {missing} is not installed; the command line needs: {install('cli')}\n"
-    assert capfd.readouterr().err == said
+    printed = f"odc: {missing} is not installed; the command line needs: {install('cli')}\n"
+    assert capfd.readouterr().err == printed
 
 
 def test_first_words_come_before_torch(tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ def test_first_words_come_before_torch(tmp_path: Path) -> None:
 import sys
 from odc.cli import app, compare, train
 
-class Said(Exception): pass
+class Printed(Exception): pass
 
 def first(*words, **_):
     assert "torch" not in sys.modules, f"torch was loaded before {words}"
-    raise Said
+    raise Printed
 
 assert app.run(["--help"]) == app.run(["compare", "--help"]) == app.run(["train", "--help"]) == 0
 assert app.run(["train", "--model", "m", "--data", "d", "--arm", "zero1"]) == 2
@@ -141,9 +141,9 @@ compare.print = train.print = first
 for arguments in (["compare", "--demo"], ["train", "--model", "m", "--data", "stdlib"]):
     try:
         app.run(arguments)
-    except Said:
+    except Printed:
         continue
-    raise AssertionError(f"{arguments} said nothing")
+    raise AssertionError(f"{arguments} printed nothing")
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=_ENV)

@@ -20,15 +20,15 @@ def call(monkeypatch: pytest.MonkeyPatch, findings: list[Finding], *arguments: s
 
 def test_what_is_optional_does_not_fail(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     assert call(monkeypatch, [WELL, NO_GPU]) == 0
-    said = capfd.readouterr().out
-    assert "odc can run here" in said
-    assert "Linux [6.1]" in said and "odc-fsdp[cli]" in said, "brackets are no markup"
+    printed = capfd.readouterr().out
+    assert "odc can run here" in printed
+    assert "Linux [6.1]" in printed and "odc-fsdp[cli]" in printed, "brackets are no markup"
 
 
 def test_what_is_needed_does(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     assert call(monkeypatch, [WELL, NO_MEMORY]) == 1
-    said = capfd.readouterr().out.splitlines()
-    assert said[:3] == ["odc cannot run here", "  shared memory: refused", "    -> allow memfd_create"], (
+    printed = capfd.readouterr().out.splitlines()
+    assert printed[:3] == ["odc cannot run here", "  shared memory: refused", "    -> allow memfd_create"], (
         "what counts first"
     )
     assert call(monkeypatch, [WELL, NO_GPU], "--need", "cuda") == 1

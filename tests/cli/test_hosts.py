@@ -52,11 +52,11 @@ def test_train_over_two_hosts_reaches_the_loss_of_fsdp2(tmp_path: Path) -> None:
     with Hosts(2) as hosts:
         for arm in (("--arm", "odc"), ("--plan", "dynamic"), ("--arm", "fsdp2")):
             started = hosts.torchrun(2, "-m", "odc.cli", "train", *options, *arm)
-            said = [process.communicate(timeout=400)[0] for process in started]
-            assert [process.returncode for process in started] == [0, 0], said
-            found = re.search(r"^step 3: loss ([\d.]+)", said[0], re.MULTILINE)
-            assert found, said[0]
-            assert not re.search(r"^step 3: loss", said[1], re.MULTILINE), "one rank of the job prints its summary"
+            printed = [process.communicate(timeout=400)[0] for process in started]
+            assert [process.returncode for process in started] == [0, 0], printed
+            found = re.search(r"^step 3: loss ([\d.]+)", printed[0], re.MULTILINE)
+            assert found, printed[0]
+            assert not re.search(r"^step 3: loss", printed[1], re.MULTILINE), "one rank of the job prints its summary"
             losses[arm[1]] = float(found[1])
     assert losses["odc"] == pytest.approx(losses["fsdp2"], rel=1e-3)
     assert losses["dynamic"] == pytest.approx(losses["fsdp2"], rel=1e-3)
@@ -73,8 +73,8 @@ def test_compare_over_two_hosts_is_written_by_the_first(tmp_path: Path) -> None:
     folders = [tmp_path / f"out{number}" for number in range(2)]
     with Hosts(2) as hosts:
         started = hosts.torchrun(2, "-m", "odc.cli", "compare", *options, each=[["--output", str(f)] for f in folders])
-        said = [process.communicate(timeout=400)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
+        printed = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], printed
     assert not folders[1].exists()
     figures = json.loads((folders[0] / "compare.json").read_text())
     assert figures["hosts"] == [0, 0, 1, 1] and figures["job"]["per_node"] == 2
@@ -85,5 +85,5 @@ def test_compare_over_two_hosts_is_written_by_the_first(tmp_path: Path) -> None:
         assert 0 < run["bubble"][0] < 1 and run["step_s"][0] < 300, "the clocks of the hosts have been brought together"
         for rank in range(4):
             assert load_spans(rank_file(folders[0] / "spans" / f"{arm}-0", rank)), (arm, rank)
-    assert "4 ranks on 2 hosts" in said[0] and "odc-hybrid" in said[0] and "figures" not in said[1]
+    assert "4 ranks on 2 hosts" in printed[0] and "odc-hybrid" in printed[0] and "figures" not in printed[1]
     assert (folders[0] / "timeline.png").stat().st_size > 10_000

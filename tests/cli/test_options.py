@@ -72,7 +72,7 @@ def test_what_is_missing_or_no_option_is_refused() -> None:
 
 
 def test_help_shows_each_default() -> None:
-    said = run("--help")
+    message = run("--help")
     for text in (
         "Say it.",
         "A name.",
@@ -84,5 +84,5 @@ def test_help_shows_each_default() -> None:
         "[default: x,y]",
         "--no-checked",
     ):
-        assert text in said, text
-    assert "(default:" not in said
+        assert text in message, text
+    assert "(default:" not in message

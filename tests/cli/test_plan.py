@@ -56,9 +56,9 @@ def test_pieces_are_printed_and_saved(lengths: str, tmp_path: Path, capsys: pyte
     where = ("--json", str(out))
     assert plan("--lengths", lengths, *options, *where, "--floor", "2", "--node", "2", "--contiguous") == 0
     expected = lb_split(SIZES, 4, 100, quadratic(1, 1), floor=2, node=2, one_slice=True)
-    said = capsys.readouterr().out
-    assert said == f"{expected}\nplan     {out}\n" and expected.splits
+    printed = capsys.readouterr().out
+    assert printed == f"{expected}\nplan     {out}\n" and expected.splits
     for split in expected.splits:
         line = f"sample {split.sample} of {split.length} tokens, at most {max(split.tokens)} a piece, on ranks "
-        assert line + ", ".join(map(str, split.ranks)) in said
+        assert line + ", ".join(map(str, split.ranks)) in printed
     assert Plan.from_json(out.read_text()) == expected

@@ -77,10 +77,10 @@ def test_columns_that_say_something_are_added(
     answers.append(RankStatus(2, 4_190_001, [], "TimeoutError: silent"))
     answers.append(RankStatus(3, 4_190_002, []))
     assert call() == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for text in ("root", "0-2", "claimed", "2 (all: 17/20)", "no answer", "no root yet"):
-        assert text in said, text
-    assert "rank 2, process 4190001: TimeoutError: silent" in said
+        assert text in printed, text
+    assert "rank 2, process 4190001: TimeoutError: silent" in printed
 
 
 def test_a_job_is_chosen(answers: list[RankStatus], capsys: pytest.CaptureFixture[str]) -> None:

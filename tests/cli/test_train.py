@@ -37,9 +37,9 @@ def test_losses_are_those_of_transformers(
     output, export = tmp_path / "out", tmp_path / "export"
     validate = ["--valid", tmp_path / "valid.jsonl", "--valid-every", 2]
     assert odc("train", *options, *validate, "--output", output, "--export", export, "--schedule", "linear") == 0
-    said = capfd.readouterr()
-    assert "12 documents, 4 for validation" in said.err and "3 steps of 12 are 3 epochs" in said.err
-    assert "is kept" not in said.err
+    printed = capfd.readouterr()
+    assert "12 documents, 4 for validation" in printed.err and "3 steps of 12 are 3 epochs" in printed.err
+    assert "is kept" not in printed.err
     from transformers import AutoModelForCausalLM
 
     first, second, third = steps_of(output)
@@ -48,8 +48,8 @@ def test_losses_are_those_of_transformers(
     assert first["loss"] == pytest.approx(transformers_loss(before, tmp_path / "model", completions(12)), rel=1e-5)
     assert third["valid_loss"] == pytest.approx(transformers_loss(after, export, completions(4)), rel=1e-5)
     assert first["valid_loss"] is None and second["valid_loss"] != third["valid_loss"]
-    assert f"; validation loss {third['valid_loss']:.4f};" in said.out
-    assert f"step 2: validation loss {second['valid_loss']:.4f}" in said.err
+    assert f"; validation loss {third['valid_loss']:.4f};" in printed.out
+    assert f"step 2: validation loss {second['valid_loss']:.4f}" in printed.err
     assert [step["lr"] for step in (first, second, third)] == pytest.approx([1e-2, 5.5e-3, 1e-3])
 
 
@@ -83,7 +83,7 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return jobs
 
 
-def test_what_is_lost_is_said_before_it_starts(
+def test_what_is_lost_is_named_before_it_starts(
     options: list[object], unstarted: list[Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     kept = {
@@ -93,8 +93,8 @@ def test_what_is_lost_is_said_before_it_starts(
     }
     for more, message in kept.items():
         assert odc("train", *options, *more) == 0
-        said = capfd.readouterr().err
-        assert message in said and ("is kept" in said) == bool(message)
+        printed = capfd.readouterr().err
+        assert message in printed and ("is kept" in printed) == bool(message)
 
 
 def test_a_plan_is_short_for_an_arm(
@@ -127,7 +127,7 @@ def test_a_plan_is_short_for_an_arm(
         (None, ["--tokenizer", "none"], "tokenizer: none is no folder and none of auto, bytes, bpe"),
     ],
 )
-def test_what_is_missing_is_said_before_a_folder_is_made(
+def test_what_is_missing_is_named_before_a_folder_is_made(
     missing: str | None,
     more: list[object],
     message: str,

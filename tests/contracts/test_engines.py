@@ -16,7 +16,7 @@ from support.engines import SIZE, pattern, serving
 from support.failing import until_ended
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
-from support.rank_worker import tell
+from support.rank_worker import report
 from support.ranks import RankPool
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
@@ -142,8 +142,8 @@ def asks_for_numbers(mine: Engine, rank: int, world: int) -> None:
     dist.barrier()
     mine.withdraw("nothing")
     dist.barrier()
-    said = f"rank {rank}, reading a number of rank {1 - rank}: it does not answer 'nothing'"
-    with pytest.raises(PeerLostError, match=said):
+    message = f"rank {rank}, reading a number of rank {1 - rank}: it does not answer 'nothing'"
+    with pytest.raises(PeerLostError, match=message):
         mine.ask(1 - rank, "nothing", what="a number")
     with pytest.raises(ValueError, match="answered already"):
         mine.answer("heap", bytes)
@@ -181,9 +181,9 @@ def read_from_the_dying(rank: int, world: int, engine: str, name: str) -> tuple[
             if child == 0:
                 time.sleep(20)
                 os._exit(0)
-            tell(child)
+            report(child)
             time.sleep(600)
-        tell(None)
+        report(None)
         with pytest.raises(PeerLostError) as caught:
             read_on(mine, into, "shards")
         return str(caught.value), caught.value.culprit, time.monotonic()
@@ -197,7 +197,7 @@ def read_from_the_stopped(rank: int, world: int, engine: str, name: str) -> floa
         dist.barrier()
         into = torch.zeros(nbytes, dtype=torch.uint8)
         longest = 0.0
-        tell(None)
+        report(None)
         end = time.monotonic() + 6.0  # both read all the time; one of them is stopped within
         while time.monotonic() < end:
             begin = time.monotonic()
@@ -235,7 +235,7 @@ def read_with_little_patience(rank: int, world: int, engine: str, name: str) -> 
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             return None
-        tell(None)
+        report(None)
         with pytest.raises(WaitTimeoutError) as caught:
             read_on(mine, into, "shards")
         assert caught.value.culprit == 1
@@ -252,12 +252,12 @@ def ended(job: HostRanks, rank: int) -> object:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_death_during_reads_is_named_though_a_child_lives(two: Hosts, engine: str) -> None:
     with spawn_on_hosts(two, 1, read_from_the_dying, engine, fresh()) as job:
-        job.until_told(1)
+        job.until_reported(1)
         killed = job.kill(1)
-        said, culprit, at = ended(job, 0)  # type: ignore[misc]
+        message, culprit, at = ended(job, 0)  # type: ignore[misc]
     assert culprit == 1
-    assert "rank 0, reading shards of rank 1: " in said
-    print(f"named after {at - killed:.2f} s: {said}")
+    assert "rank 0, reading shards of rank 1: " in message
+    print(f"named after {at - killed:.2f} s: {message}")
 
 
 @pytest.mark.thorough
@@ -265,7 +265,7 @@ def test_a_death_during_reads_is_named_though_a_child_lives(two: Hosts, engine: 
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_rank_that_is_stopped_is_not_dead(two: Hosts, engine: str, stopped: int) -> None:
     with spawn_on_hosts(two, 1, read_from_the_stopped, engine, fresh()) as job:
-        job.until_told(1)
+        job.until_reported(1)
         time.sleep(1.0)
         job.signal(stopped, signal.SIGSTOP)
         time.sleep(4.0)
@@ -276,10 +276,10 @@ def test_a_rank_that_is_stopped_is_not_dead(two: Hosts, engine: str, stopped: in
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_rank_that_is_stopped_for_too_long_is_named(two: Hosts, engine: str) -> None:
     with spawn_on_hosts(two, 1, read_with_little_patience, engine, fresh()) as job:
-        said = str(ended(job, 0))
+        message = str(ended(job, 0))
         job.signal(1, signal.SIGCONT)
-    assert said.startswith("rank 0, reading shards of rank 1: not")
-    assert " 1 s" in said
+    assert message.startswith("rank 0, reading shards of rank 1: not")
+    assert " 1 s" in message
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -293,12 +293,12 @@ def test_a_rank_that_waits_for_another_learns_of_an_abort(two: Hosts, engine: st
 def test_a_host_that_cannot_be_reached_is_lost(engine: str) -> None:
     need_hosts()
     with Hosts(2) as hosts, spawn_on_hosts(hosts, 1, read_from_the_dying, engine, fresh()) as job:
-        job.until_told(1)
+        job.until_reported(1)
         hosts.drop(1)
         begin = time.monotonic()
-        said, culprit, at = ended(job, 0)  # type: ignore[misc]
+        message, culprit, at = ended(job, 0)  # type: ignore[misc]
     assert culprit == 1
-    print(f"named after {at - begin:.2f} s: {said}")
+    print(f"named after {at - begin:.2f} s: {message}")
 
 
 # which engine --------------------------------------------------------------------------------------------------------

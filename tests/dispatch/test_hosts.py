@@ -15,7 +15,7 @@ from support.doubles import exchange_of, moves
 from support.failing import assert_all_noticed, end
 from support.host_ranks import spawn_on_hosts
 from support.hosts import DEVICE, Hosts, need_hosts
-from support.rank_worker import tell
+from support.rank_worker import report
 
 from odc.dispatch import BalancePolicy, Nodes, Phase, Rearrangement
 from odc.dispatch.exchange.rows import instances_of_host
@@ -135,7 +135,7 @@ def moves_on(rank: int, world: int) -> None:
             exchange.gather(step, "numbers", np.arange(rank + 1))
             exchange.move(step, "rows", route, {"rows": torch.zeros(3, 5)})
             if step == 3:
-                tell("moves")
+                report("moves")
 
 
 @pytest.mark.thorough
@@ -143,7 +143,7 @@ def moves_on(rank: int, world: int) -> None:
 def test_a_killed_rank_is_named_on_every_host(culprit: int) -> None:
     need_hosts()
     with Hosts(2) as hosts, spawn_on_hosts(hosts, 2, moves_on) as job:
-        job.until_told(1)
+        job.until_reported(1)
         died = job.kill(culprit)
         outcomes = end(job, [])
     assert_all_noticed(outcomes, culprit, died)

@@ -142,7 +142,7 @@ def test_examples_of_one_length_stay_with_the_instance_that_sends_most_of_them(s
     assert at_home == sum((Counter(homes) & Counter(owners)).values()), "no dealing out keeps more"
 
 
-def test_the_digest_tells_plans_apart() -> None:
+def test_different_plans_have_different_digests() -> None:
     step = [[[(TEXT, 5, 5), ("vision", 8, 4)]], [[(TEXT, 3, 3)], [(TEXT, 1, 1), ("audio", 2, 1)]]]
     records = [Records.of(examples, ENCODERS) for examples in step]
     plan = plan_step(records, *phases("full"))

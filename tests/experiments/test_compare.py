@@ -189,10 +189,10 @@ def test_the_table_fits_80_columns(figures: dict) -> None:
     assert "each the median of 3 runs" in " ".join(text.split())
     figures["arms"]["odc-dynamic"] = figures["arms"]["odc"]
     figures["job"] |= {"slow": "1:1.5,0:2", "device": "cuda"}
-    said = " ".join(shown(table(figures)).split())
+    stated = " ".join(shown(table(figures)).split())
     for text in ("odc-dynamic", "fp32, on CUDA", "the fsdp2 arms' wait is for NCCL, late ranks and transfer together"):
-        assert text in said
-    assert "rank 1 slowed 1.5x and rank 0 slowed 2x (emulated: it sleeps after every microbatch)" in said
+        assert text in stated
+    assert "rank 1 slowed 1.5x and rank 0 slowed 2x (emulated: it sleeps after every microbatch)" in stated
 
 
 def test_many_arms_are_spread_over_tables_that_fit(figures: dict) -> None:
@@ -236,7 +236,7 @@ def test_the_windows_drawn_are_the_most_typical_of_all_repeats() -> None:
     assert typical_windows({"fsdp2": [lasting(1.0)]}, 2) == (0, [2])
 
 
-def test_waiting_inside_collectives_is_told_apart() -> None:
+def test_waiting_inside_collectives_is_separated() -> None:
     early = Span(FETCH, "main", 1000 * MS, 1050 * MS, 1, 0, "unit", COLLECTIVE, 8)
     late = early._replace(start_ns=1040 * MS)
     rest = spans_of([90])

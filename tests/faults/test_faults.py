@@ -89,7 +89,7 @@ def test_on_one_host(fault: Fault, nothing_left: list[int]) -> None:
     with spawn_ranks(fault.world, train, fault, steps(fault), whole_end=fault.ends_itself) as job:
         began = 0.0
         if fault.when == "any":
-            job.until_told(1)
+            job.until_reported(1)
             time.sleep(0.3)
             began = job.kill(fault.culprit)
         until_ended(job, fault.others)
@@ -107,7 +107,7 @@ def test_over_hosts(fault: Fault) -> None:
     ):
         began = 0.0
         if fault.when == "any" or fault.how == "cut":
-            job.until_told(1, range(fault.world) if fault.when == "any" else fault.ranks)
+            job.until_reported(1, range(fault.world) if fault.when == "any" else fault.ranks)
             began = time.monotonic()
         if fault.how == "cut":
             hosts.drop(fault.culprit)
@@ -131,7 +131,7 @@ def judge(fault: Fault, outcomes: list[RankOutcome], began: float) -> None:
         if fault.how == "raise":
             assert (outcomes[rank].error, outcomes[rank].message) == ("ValueError", ERROR)
         if began == 0.0:
-            (began,) = [at[0] if isinstance(at, tuple) else at for at in outcomes[rank].told if at != "trains"]
+            (began,) = [at[0] if isinstance(at, tuple) else at for at in outcomes[rank].reports if at != "trains"]
     for rank in fault.others:
         outcome = outcomes[rank]
         if not fault.says:

@@ -15,7 +15,7 @@ from support.faults import Fault, train
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
 from support.models import next_token_loss, tokens
-from support.rank_worker import tell
+from support.rank_worker import report
 
 from odc import Settings
 
@@ -31,7 +31,7 @@ def two() -> Iterator[Hosts]:
 
 def trained(job: HostRanks) -> None:
     """Return once every rank has made two steps, and is in the midst of another."""
-    job.until_told(1)
+    job.until_reported(1)
     time.sleep(0.3)
 
 
@@ -55,12 +55,12 @@ def test_the_last_message_of_torchrun_names_a_killed_rank_on_every_host(two: Hos
     program = tmp_path / "loop.py"
     program.write_text(LOOP)
     started = two.torchrun(2, str(program))
-    said = [process.communicate(timeout=400)[0] for process in started]
-    assert [process.returncode for process in started] == [1, 1], said
-    last = [one.partition("FAILED")[2] for one in said]
+    printed = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [1, 1], printed
+    last = [one.partition("FAILED")[2] for one in printed]
     # Or rank 2, which torchrun ends once it sees that rank 3 died: on a busy machine before the news gets out.
-    assert re.search(r"PeerLostError: rank [01] .*: rank [23] died in epoch \d", last[0]), said[0]
-    assert re.search(r"rank +: 3 .*\n.*exitcode +: -9", last[1]), said[1]
+    assert re.search(r"PeerLostError: rank [01] .*: rank [23] died in epoch \d", last[0]), printed[0]
+    assert re.search(r"rank +: 3 .*\n.*exitcode +: -9", last[1]), printed[1]
 
 
 CUT_S = 14.0  # longer than ends links, and engines' reads, by default
@@ -75,7 +75,7 @@ def train_through(rank: int, world: int, cut: str, pause: int) -> list[float]:
     for step in range(8):
         if step == pause:
             until_watched(world)
-            tell("trains")
+            report("trains")
             while not Path(cut).exists():
                 time.sleep(0.01)
         with model.minibatch():
@@ -135,7 +135,7 @@ def claim_on(rank: int, world: int) -> None:
                 (next_token_loss(model(microbatch["x"]), microbatch["x"]) / 18).backward()
         model.zero_grad()
         if step == 1:
-            tell("trains")
+            report("trains")
 
 
 @pytest.mark.thorough
@@ -153,13 +153,13 @@ def test_a_killed_rank_ends_a_queue_on_every_host(two: Hosts, culprit: int) -> N
 
 def stay(point: str) -> None:
     """Say that this rank has come so far, and go no further."""
-    tell(point)
+    report(point)
     time.sleep(10_000)
 
 
 def until_all_begin(job: HostRanks, culprit: int, point: str) -> None:
     points = [point if rank == culprit else "begins" for rank in range(3)]
-    job.until(lambda: all(one in job.outcomes[rank].told for rank, one in enumerate(points)), str(points))
+    job.until(lambda: all(one in job.outcomes[rank].reports for rank, one in enumerate(points)), str(points))
 
 
 def between_roots(rank: int, world: int) -> None:
@@ -172,7 +172,7 @@ def between_roots(rank: int, world: int) -> None:
     second, _ = job(rank, world, settings=Settings(timeout_s=600.0))
     if rank == 1:
         stay("between")
-    tell("begins")
+    report("begins")
     with second.minibatch():
         backward(second, rank, 0)
 
@@ -209,7 +209,7 @@ def test_the_last_message_of_torchrun_names_a_rank_that_was_killed_before_its_fi
     program = tmp_path / "loop.py"
     program.write_text(FIRST)
     with Hosts(2) as two:
-        said = [process.communicate(timeout=400)[0] for process in two.torchrun(1, str(program))]
-    last = [one.partition("FAILED")[2] for one in said]
-    assert re.search(r"PeerLostError: rank 0 .*aborted by rank 1: rank 1 died", last[0]), said[0]
-    assert re.search(r"rank +: 1 .*\n.*exitcode +: -9", last[1]), said[1]
+        printed = [process.communicate(timeout=400)[0] for process in two.torchrun(1, str(program))]
+    last = [one.partition("FAILED")[2] for one in printed]
+    assert re.search(r"PeerLostError: rank 0 .*aborted by rank 1: rank 1 died", last[0]), printed[0]
+    assert re.search(r"rank +: 1 .*\n.*exitcode +: -9", last[1]), printed[1]

@@ -53,11 +53,11 @@ def train(rank):
 
 def note(rank):
     (HERE / f"pid{rank}").write_text(str(os.getpid()))
-    said = open(HERE / f"said{rank}", "w")
+    raised = open(HERE / f"error{rank}", "w")
     try:
         train(rank)
     except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=said, flush=True)
+        print(f"{type(error).__name__}: {error}", file=raised, flush=True)
         raise
 
 if __name__ == "__main__":
@@ -70,7 +70,7 @@ if __name__ == "__main__":
 
 
 class Started:
-    """A job of `WORLD` ranks; what each rank has raised is in `said`."""
+    """A job of `WORLD` ranks; what rank N has raised is in `errorN`."""
 
     def __init__(self, folder: Path, start: str, fault: str, open_: contextlib.ExitStack) -> None:
         self.folder = folder
@@ -134,12 +134,12 @@ def test_the_end_of_the_stores_host_before_the_first_minibatch_is_named(
         job.processes[0].wait()
     (tmp_path / "go").write_text("go")
     for rank in range(1, WORLD):
-        said = job.text(f"said{rank}")
-        assert said.startswith("PeerLostError: "), said
+        message = job.text(f"error{rank}")
+        assert message.startswith("PeerLostError: "), message
         who = {"torchrun": "the process that hosts it (the launcher)", "file": "rank 0"}.get(
             start, "the process that hosts it (rank 0, unless a launcher does)"
         )
-        assert who in said, said
+        assert who in message, message
 
 
 @pytest.mark.parametrize("start", ["env", pytest.param("spawn", marks=pytest.mark.thorough)])
@@ -149,9 +149,9 @@ def test_a_rank_that_fails_in_its_first_fully_shard_is_announced_with_its_reason
     job = Started(tmp_path, start, "no descriptors", opened)
     cure = "Too many open files); raise this process's limit of open files (ulimit -n)"
     for rank in range(WORLD):
-        said = job.text(f"said{rank}")
-        assert cure in said, said
-        assert said.startswith("UnsupportedError: rank 2" if rank == 2 else "PeerLostError: "), said
+        message = job.text(f"error{rank}")
+        assert cure in message, message
+        assert message.startswith("UnsupportedError: rank 2" if rank == 2 else "PeerLostError: "), message
         if rank != 2:  # under spawn, storing the error for the parent fails too, as it opens a file
-            assert "aborted by rank 2: " in said, said
-            assert "UnsupportedError: rank 2 cannot start its server daemon" in said, said
+            assert "aborted by rank 2: " in message, message
+            assert "UnsupportedError: rank 2 cannot start its server daemon" in message, message

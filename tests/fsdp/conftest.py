@@ -33,8 +33,8 @@ def ended(nothing_left: list[int]) -> Callable[..., list[RankOutcome]]:
 def queued(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """What would run at the end of the backward; torch's own part is left out."""
     callbacks: list[Callable[[], None]] = []
-    monkeypatch.setattr(compat, "torch_finalize", lambda group: group.told.append("finalize"))
-    monkeypatch.setattr(compat, "to_sharded", lambda group: group.told.append("reshard"))
+    monkeypatch.setattr(compat, "torch_finalize", lambda group: group.calls.append("finalize"))
+    monkeypatch.setattr(compat, "to_sharded", lambda group: group.calls.append("reshard"))
     monkeypatch.setattr(compat, "queue_after_backward", callbacks.append)
     return callbacks
 

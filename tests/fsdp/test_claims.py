@@ -23,7 +23,7 @@ from support.extent import examples
 from support.failing import WORLD, assert_all_noticed
 from support.models import Case, build, next_token_loss, own_gradients, tokens
 from support.on_ranks import on_ranks
-from support.rank_worker import die, tell
+from support.rank_worker import die, report
 from support.ranks import Pools, RankOutcome
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -267,7 +267,7 @@ def test_queue_bytes_is_a_whole_number(value: Any) -> None:
 
 def train_until_the_end(rank: int, world: int, at: str, culprit: int) -> None:
     model = sharded(world)
-    tell("ready")
+    report("ready")
     for step in range(2000):
         with model.minibatch():
             if rank == culprit and step == 2 and at == "before it offers":
@@ -294,7 +294,7 @@ def test_killed_in_the_middle_of_the_queue(at: str, culprit: int, ended: Ended) 
     """Rank 0 is the queue's home: its memory outlives it for the ranks that have mapped it."""
     outcomes = ended(train_until_the_end, at, culprit, world=WORLD)
     assert outcomes[culprit].exit_code == -9, outcomes[culprit].describe()
-    assert_all_noticed(outcomes, culprit, outcomes[culprit].told[-1][0])
+    assert_all_noticed(outcomes, culprit, outcomes[culprit].reports[-1][0])
 
 
 # the example ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Param:
     def __init__(self, numel: int, shard_dim: int = 0) -> None:
         self.numel, self.shard_dim = numel, shard_dim
         self.storage: torch.Tensor | None = None
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def allocate(self, shards: int) -> torch.Tensor:
         self.storage = torch.full((shards * self.numel,), -1.0)
@@ -33,14 +33,14 @@ class Param:
     def rearrange(self, by_shard: torch.Tensor, shards: int) -> None:
         assert self.storage is not None
         assert by_shard.data_ptr() != self.storage.data_ptr(), "it cannot be rearranged in place"
-        self.told.append("rearrange")
+        self.calls.append("rearrange")
         self.storage.copy_(by_shard)
 
     def ready(self) -> None:
-        self.told.append("ready")
+        self.calls.append("ready")
 
     def free(self) -> None:
-        self.told.append("free")
+        self.calls.append("free")
 
 
 class Gated:
@@ -103,7 +103,7 @@ def test_a_fetch_fills_the_parameters_and_makes_them_ready(
         start(fetcher, group, params, now=now).wait()
         assert values(params[0]) == [1.0] * 6 + [2.0] * 6
         assert values(params[1]) == [1.0, 2.0]
-        assert [param.told for param in params] == [["rearrange", "ready"][1 - shard_dim :], ["ready"]]
+        assert [param.calls for param in params] == [["rearrange", "ready"][1 - shard_dim :], ["ready"]]
 
 
 @pytest.mark.parametrize(("now", "thread", "lane"), [(True, "MainThread", "main"), (False, "odc-fetch", "fetch")])
@@ -131,7 +131,7 @@ def test_a_fetch_that_is_given_up_copies_nothing_afterwards_and_frees_its_memory
         hold.wait()
         start(fetcher, group, [Param(3)], 1).wait()
         assert values(params[0]) == [-1.0] * 12
-        assert [param.told for param in params] == [["free"], ["free"]]
+        assert [param.calls for param in params] == [["free"], ["free"]]
 
 
 def test_giving_up_a_fetch_under_way_waits_for_its_copy(group: HeapGroup) -> None:
@@ -143,10 +143,10 @@ def test_giving_up_a_fetch_under_way_waits_for_its_copy(group: HeapGroup) -> Non
         dropping = threading.Thread(target=fetch.drop)
         dropping.start()
         dropping.join(0.05)
-        assert dropping.is_alive() and params[0].told == []
+        assert dropping.is_alive() and params[0].calls == []
         gated.open.set()
         dropping.join(60.0)
-        assert [param.told for param in params] == [["free"], ["free"]]
+        assert [param.calls for param in params] == [["free"], ["free"]]
 
 
 def test_an_error_of_the_fetch_thread_is_raised_where_the_unit_is_needed(group: HeapGroup) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from support.failing import backward, job
 from support.models import tokens
-from support.rank_worker import die, tell
+from support.rank_worker import die, report
 from support.ranks import RankOutcome
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -112,13 +112,13 @@ def leave_a_stuck_rank(rank: int, world: int) -> None:
         try:
             odc.shutdown()
         except odc.OdcError as error:
-            tell((type(error).__name__, str(error)))
+            report((type(error).__name__, str(error)))
         set_key("given up")
 
 
 def test_a_peer_that_never_attaches_is_given_up_and_named(ended: Ended) -> None:
     outcomes = ended(leave_a_stuck_rank)
-    ((error, message),) = outcomes[0].told
+    ((error, message),) = outcomes[0].reports
     assert error == "WaitTimeoutError"
     assert message.startswith("rank 0, leaving heap") and "rank 1 has neither attached" in message
 
@@ -140,14 +140,14 @@ def leave_nothing_in_the_store(rank: int, world: int) -> None:
     odc.shutdown()
     dist.barrier()
     if rank == 0:
-        tell([key for key in all_keys() - before if "/odc/" in key])
+        report([key for key in all_keys() - before if "/odc/" in key])
     dist.barrier()
 
 
 def test_models_that_were_dropped_keep_no_keys(ended: Ended) -> None:
     outcomes = ended(leave_nothing_in_the_store)
     assert_ended_well(outcomes)
-    (kept,) = outcomes[0].told
+    (kept,) = outcomes[0].reports
     assert {key.partition("/odc/")[2].split("/")[0] for key in kept} <= {"process", "roots"}, kept
     assert len(kept) == 4, f"one of each kind and rank, however many models there were: {kept}"
 
@@ -178,14 +178,14 @@ def fail_in_a_thread(rank: int, world: int) -> None:
 
 def test_an_error_that_ends_the_training_thread_reaches_every_rank(ended: Ended) -> None:
     outcomes = ended(notice_a_failed_thread)
-    assert "aborted by rank 1: ValueError: no such tokenizer" in outcomes[0].told[0], outcomes[0].describe()
+    assert "aborted by rank 1: ValueError: no such tokenizer" in outcomes[0].reports[0], outcomes[0].describe()
 
 
 def notice_a_failed_thread(rank: int, world: int) -> None:
     try:
         fail_in_a_thread(rank, world)
     except odc.OdcError as error:
-        tell(str(error))
+        report(str(error))
         set_key("noticed")
 
 
@@ -196,14 +196,14 @@ def sys_exit_that_is_caught(rank: int, world: int) -> None:
         try:
             sys.exit(2)
         except SystemExit:
-            tell("caught")
+            report("caught")
     backward(model, rank, 1)
 
 
 def test_a_sys_exit_that_is_caught_ends_nothing(ended: Ended) -> None:
     outcomes = ended(sys_exit_that_is_caught)
     assert_ended_well(outcomes)
-    assert outcomes[1].told == ["caught"]
+    assert outcomes[1].reports == ["caught"]
 
 
 def fail_after_an_evaluation(rank: int, world: int) -> None:
@@ -243,7 +243,7 @@ def lose_the_store(rank: int, world: int, how: str) -> None:
     dist.barrier()  # each has announced its process
     if rank == 0:
         time.sleep(0.5)  # the others wait for its heap by now, most likely; they must learn of it in any case
-        tell(time.monotonic())
+        report(time.monotonic())
         if how == "dies":
             die()
         raise_it()

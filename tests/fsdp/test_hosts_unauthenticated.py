@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import NETWORK, Host, Hosts, enter_namespaces, need_hosts
-from support.rank_worker import tell
+from support.rank_worker import report
 from torch import nn
 
 from odc import Settings, fully_shard
@@ -44,7 +44,7 @@ def train_until(rank: int, world: int, stop: str) -> tuple[int, float]:
         steps += 1
         if steps == 1:
             (network,) = [one for one in gc.get_objects() if isinstance(one, HostNetwork)]
-            tell(network.address)
+            report(network.address)
         # All ranks must see the file before the same step: rank 0 decides.
         flag = torch.tensor([float(Path(stop).exists())])
         torch.distributed.broadcast(flag, 0)
@@ -102,8 +102,8 @@ def test_peers_without_the_secret(tmp_path: Path, count: int) -> None:
     need_hosts()
     stop = tmp_path / "stop"
     with Hosts(2) as hosts, spawn_on_hosts(hosts, 1, train_until, str(stop)) as job:
-        job.until_told(1)
-        (address,) = job.outcomes[0].told
+        job.until_reported(1)
+        (address,) = job.outcomes[0].reports
         received = hosts[1].within(lambda: fuzz(hosts[1], tuple(address), count, silent=200))
         stop.touch()
         outcomes = answers(job)

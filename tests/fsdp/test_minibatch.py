@@ -151,7 +151,7 @@ def test_the_last_group_ends_the_minibatch_after_the_backward(
     assert states(two)[0] is RootState.FINISHING
     assert len(queued) == 1, "no rank is waited for inside the backward"
     for group in rank.groups:
-        assert group.told == ["finalize", "drop", "reshard"]
+        assert group.calls == ["finalize", "drop", "reshard"]
     assert rank.iteration.forgotten == 1
 
 

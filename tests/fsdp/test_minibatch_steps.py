@@ -32,7 +32,7 @@ def train(ranks: list[Rank]) -> None:
 def test_an_epoch_without_pushes_is_closed_without_waiting_for_any_rank(two: list[Rank]) -> None:
     two[0].machine.close_evaluation("optimizer.step()")
     assert states(two)[0] is RootState.CLOSED
-    assert all(group.told == ["drop", "reshard"] for group in two[0].groups)
+    assert all(group.calls == ["drop", "reshard"] for group in two[0].groups)
     board = two[0].heaps.layouts[1].peer(0).board
     assert board.load(Word.DONE) == 1
     assert two[1].heaps.members[1].protocol.closed_as(Outcome.EVALUATED) == [0]

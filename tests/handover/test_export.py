@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from support.handover_jobs import publish_without_pause, read_a_trained_model, second_dimension_first
 from support.models import Case, build, make, shard
-from support.rank_worker import tell
+from support.rank_worker import report
 from support.ranks import RankPool, RankProcesses, spawn_ranks
 from support.waiting import until
 from torch.distributed.device_mesh import init_device_mesh
@@ -92,8 +92,8 @@ def job(tmp_path: Path, *, width: int = 64, last: int = 0, **settings: Any) -> I
     """Two ranks that publish without pause, and their weight handle."""
     arguments = str(tmp_path / "stop"), width, Settings(**settings), last
     with spawn_ranks(2, publish_without_pause, *arguments) as running:
-        running.until_told(1, [0])
-        yield running, running.outcomes[0].told[0]
+        running.until_reported(1, [0])
+        yield running, running.outcomes[0].reports[0]
 
 
 def end(running: RankProcesses, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def read_without_pause(rank: int, world: int, text: str) -> None:
     """In a process outside the job, which starts as quickly as a rank does."""
     with Reader(text, tries=10**9) as source:
         source.read()
-        tell("reading")
+        report("reading")
         read_for_ever(source)
 
 
@@ -130,7 +130,7 @@ def read_without_pause(rank: int, world: int, text: str) -> None:
 def test_a_dead_or_stopped_reader_holds_up_no_rank(tmp_path: Path, how: signal.Signals) -> None:
     with job(tmp_path) as (running, text), Reader(text) as watch:
         with spawn_ranks(1, read_without_pause, text) as loop:
-            loop.until_told(1)
+            loop.until_reported(1)
             os.kill(loop.pids[0], how)
             if how is signal.SIGKILL:
                 loop.wait()

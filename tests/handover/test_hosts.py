@@ -18,7 +18,7 @@ from support.host_ranks import spawn_on_hosts
 from support.hosts import Hosts, need_hosts
 from support.models import Case, build, next_token_loss, tokens
 from support.on_ranks import on_hosts
-from support.rank_worker import tell
+from support.rank_worker import report
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
@@ -108,10 +108,10 @@ def read_what_is_private(rank: int, world: int, engine: str) -> None:
         for suffix in ("/claim", "/claims"):
             with pytest.raises(PeerLostError, match="does not answer"):
                 sockets.ask(other, handle.root + suffix)
-        told = sockets.ask(other, board_name(handle.root))
+        answer = sockets.ask(other, board_name(handle.root))
         with sockets._connections.lend(other, "what would open more", no_check) as answers:
             assert answers.ask(request(DESCRIBE, handle.root), memoryview(b"")) == REFUSED
-    assert len(told) == BOARD.size and len(READER_WORDS) == 5, (
+    assert len(answer) == BOARD.size and len(READER_WORDS) == 5, (
         "no more than readers need, and no text of a job that runs"
     )
     for purpose in ("read", "watch", f"link {handle.root}"):
@@ -159,7 +159,7 @@ def publish_now_and_then(rank: int, world: int, settings: Settings) -> None:
         model.fill(number)
         sharded.publish()
         if number == 1 and rank == 0:
-            tell(weight_handle(sharded))
+            report(weight_handle(sharded))
         time.sleep(0.05)
 
 
@@ -174,8 +174,8 @@ def test_a_process_on_a_host_without_ranks_reads_whole_versions_until_a_rank_die
         settings = Settings(timeout_s=60.0, address="" if job_hosts > 1 else hosts[0].address)
         some = _First(hosts, job_hosts)
         with spawn_on_hosts(some, 2, publish_now_and_then, settings) as job:  # type: ignore[arg-type]
-            job.until_told(1, [0])
-            (tmp_path / "handle").write_text(job.outcomes[0].told[0])
+            job.until_reported(1, [0])
+            (tmp_path / "handle").write_text(job.outcomes[0].reports[0])
             (tmp_path / "read.py").write_text(READ)
             with hosts[2].command(sys.executable, str(tmp_path / "read.py"), str(tmp_path / "handle")) as reader:
                 assert reader.stdout is not None
@@ -186,7 +186,7 @@ def test_a_process_on_a_host_without_ranks_reads_whole_versions_until_a_rank_die
     assert all(line.isdigit() for line in lines[:20]), "\n".join(lines)
     versions = [int(line) for line in lines[:20]]
     assert versions == sorted(set(versions)) and versions[0] > 0
-    print(f"told {time.monotonic() - begin:.2f} s later: {lines[-1]}")
+    print(f"named {time.monotonic() - begin:.2f} s later: {lines[-1]}")
     assert lines[-1].startswith("reader, "), lines[-1]
 
 

@@ -97,7 +97,7 @@ def test_no_copy_is_torn_however_writes_and_copies_interleave(
 BUSY = [0, 3, 1, 5, 2, 7]
 
 
-def test_the_schedules_do_tear_a_copy_that_nobody_checks(
+def test_the_schedules_do_tear_an_unchecked_copy(
     job: Job, interleave: Callable[[Job, list[int]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interleave(job, BUSY)

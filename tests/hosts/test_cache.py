@@ -159,7 +159,7 @@ def test_a_device_that_is_late_sums_and_fetches_alike(
         for me in (3, 2, 1, 0):
             with lanes[me].lane("fetch"):
                 group.members[me].shards.fetch(spec, outs[me])
-        for me in range(4):  # the rank that read for its host has settled before it said so
+        for me in range(4):  # the rank that read for its host has settled before it stored CACHED
             with lanes[me].lane("fetch"):
                 lanes[me].settle()
             assert outs[me][0].view(4, -1).tolist() == [[10.0 * epoch + owner] * 8 for owner in range(4)]

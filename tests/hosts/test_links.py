@@ -119,7 +119,7 @@ def test_texts_and_counts_come_before_the_words_that_they_explain(linked: Linked
 def test_a_partner_learns_which_sums_it_may_read(linked: Linked) -> None:
     linked.join()
     heard: list[tuple[int, int, dict[int, int]]] = []
-    linked.readers[2] = linked.links[2].reader(linked.links[2]._links[0], lambda *told: heard.append(told))
+    linked.readers[2] = linked.links[2].reader(linked.links[2]._links[0], lambda *sums: heard.append(sums))
     linked.links[0].send_summed(7, {1: 1 << 40, 0: 3})
     linked.receive([2], lambda: bool(heard))
     assert heard == [(0, 7, {1: 1 << 40, 0: 3})]
@@ -144,16 +144,16 @@ def test_an_abort_reaches_every_rank_of_the_other_host_with_its_reason(linked: L
 
 def test_progress_is_sent_now_and_then_only(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     linked.join()
-    told = list[object]()
-    monkeypatch.setattr(linked.links[0], "_send", lambda link, *frames: told.append(frames))
+    sent = list[object]()
+    monkeypatch.setattr(linked.links[0], "_send", lambda link, *frames: sent.append(frames))
     clock = [1000.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     for _ in range(100):
         linked.group.members[0].protocol.touch("testing")
-    assert len(told) == 1
+    assert len(sent) == 1
     clock[0] += 1.0
     linked.links[0].refresh()
-    assert len(told) == 2
+    assert len(sent) == 2
 
 
 def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypa
     board, link = linked.join().group.layouts[0].mine.board, linked.links[0]._links[2]
     for _ in range(5000):
         linked.links[0].refresh()
-    assert not link.room(0), "far more was to be said than there is room for"
+    assert not link.room(0), "far more was to be sent than there is room for"
     until(lambda: not link.unacknowledged())  # of more than there is room for, not before the kernel has ended it
     board.store(Word.DONE, 5)
     linked.receive([2], lambda: linked.seen(2, 0, Word.DONE) == 5)
@@ -176,12 +176,12 @@ def test_counts_wait_for_room_and_come_in_parts(linked: Linked, monkeypatch: pyt
     monkeypatch.setattr(module, "_COUNTS", 2)
     links, room = linked.join().links[0], threading.Event()
     monkeypatch.setattr(links._links[2], "room", lambda nbytes: room.is_set())
-    telling = threading.Thread(target=links.send_counts, args=(torch.tensor([3, 1 << 40, 7]),))
-    telling.start()
-    telling.join(0.2)
-    assert telling.is_alive()
+    sending = threading.Thread(target=links.send_counts, args=(torch.tensor([3, 1 << 40, 7]),))
+    sending.start()
+    sending.join(0.2)
+    assert sending.is_alive()
     room.set()
-    telling.join()
+    sending.join()
     theirs = linked.group.layouts[3].remote(0)
     linked.receive([2], lambda: theirs.pushes.tolist() == [3, 1 << 40, 7])
     monkeypatch.undo()
@@ -224,8 +224,8 @@ def test_a_rank_that_hangs_up_leaves_no_rank_waiting_for_its_mirrors(linked: Lin
     linked.links[0].close()
     linked.links[0].close()
     assert linked.seen(1, 2, Word.LEFT if culprit is None else Word.ABORT)
-    said = "rank 10 has left the job" if culprit is None else "aborted by rank 13: ValueError: no words"
-    with pytest.raises(PeerLostError, match=said):
+    message = "rank 10 has left the job" if culprit is None else "aborted by rank 13: ValueError: no words"
+    with pytest.raises(PeerLostError, match=message):
         linked.group.members[1].protocol.waiter.until(lambda: False, 2, "rank 16 to finish epoch 1")
 
 
@@ -288,10 +288,10 @@ def test_the_same_host_is_named_on_both_sides_of_a_cut(linked: Linked, me: int, 
 
 
 def test_a_link_that_always_has_more_leaves_the_daemon_time_for_others(linked: Linked) -> None:
-    """A daemon that takes long over a word may be told words faster than it takes them."""
+    """A daemon that takes long over a word may be sent words faster than it takes them."""
     linked.join()
-    link, told = linked.links[2]._links[0], encode(StoredWord(Word.PROGRESS, 7))
-    endless = itertools.chain(itertools.repeat(told, 1000), [b""])
+    link, frame = linked.links[2]._links[0], encode(StoredWord(Word.PROGRESS, 7))
+    endless = itertools.chain(itertools.repeat(frame, 1000), [b""])
     link.receive = lambda: next(endless)  # type: ignore[method-assign]
     assert linked.readers[2]()
     assert linked.seen(3, 0, Word.PROGRESS) == 7
@@ -299,11 +299,11 @@ def test_a_link_that_always_has_more_leaves_the_daemon_time_for_others(linked: L
 
 
 @pytest.mark.parametrize(
-    "said", [struct.pack("!BI", 77, 0), encode(StoredWord(BOARD_WORDS, 1)), encode(StoredWord(-1, 1))]
+    "message", [struct.pack("!BI", 77, 0), encode(StoredWord(BOARD_WORDS, 1)), encode(StoredWord(-1, 1))]
 )
-def test_a_message_that_no_rank_sends_ends_the_job(linked: Linked, said: bytes) -> None:
+def test_a_message_that_no_rank_sends_ends_the_job(linked: Linked, message: bytes) -> None:
     linked.join()
-    linked.links[0]._links[2]._connection.sendall(said)
+    linked.links[0]._links[2]._connection.sendall(message)
     linked.receive([2], lambda: bool(linked.aborts[2]))
     assert "speaks nonsense" in linked.aborts[2][0][0]
 

@@ -124,7 +124,7 @@ def test_what_is_made_before_the_model_is_sharded_is_refused(option: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16'"),
         ({"mixed_precision": "fp8"}, "mixed_precision='fp8'"),
@@ -132,7 +132,7 @@ def test_what_is_made_before_the_model_is_sharded_is_refused(option: str, tmp_pa
         ({"deepspeed_plugin": object()}, "deepspeed_plugin"),
     ],
 )
-def test_what_the_environment_asks_of_accelerate_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_what_the_environment_asks_of_accelerate_is_refused(changes: dict[str, Any], message: str) -> None:
     """`accelerate launch` sets these in the environment; some need devices to be set at all."""
     from odc.integrations.transformers_arguments import AcceleratorOptions
 
@@ -140,7 +140,7 @@ def test_what_the_environment_asks_of_accelerate_is_refused(changes: dict[str, A
     with (
         mock.patch("accelerate.state.is_initialized", return_value=True),
         mock.patch("accelerate.state.AcceleratorState", return_value=state),
-        pytest.raises(ConfigError, match=said),
+        pytest.raises(ConfigError, match=message),
     ):
         AcceleratorOptions.current()
 

@@ -163,5 +163,5 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def test_losses_that_are_means_of_a_microbatch_refuse_unequal_ones(ranks, tmp_path) -> None:
-    for kind, said in zip(("DPO", "GRPO"), ranks(2).run(refused, tmp_path, timeout=500)[0], strict=True):
-        assert f"max_tokens=64 with the loss of Odc{kind}Trainer" in said, said
+    for kind, message in zip(("DPO", "GRPO"), ranks(2).run(refused, tmp_path, timeout=500)[0], strict=True):
+        assert f"max_tokens=64 with the loss of Odc{kind}Trainer" in message, message

@@ -87,7 +87,7 @@ def refuses(rank: int, world: int, identity: str, where: str, why: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("where", "why", "said"),
+    ("where", "why", "stated"),
     [
         (
             "allocate",
@@ -106,11 +106,11 @@ def refuses(rank: int, world: int, identity: str, where: str, why: str) -> str:
         ),
     ],
 )
-def test_what_torch_refuses_is_reported_in_one_line(ranks, where: str, why: str, said: str) -> None:
+def test_what_torch_refuses_is_reported_in_one_line(ranks, where: str, why: str, stated: str) -> None:
     import re
 
     message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where, why)[1]
-    assert re.search(said, message), message
+    assert re.search(stated, message), message
     assert "stack of torch" not in message
 
 
@@ -120,7 +120,7 @@ def test_no_management_library_is_an_error_and_no_crash() -> None:
 
 
 def maps_on(rank: int, world: int, identity: str, devices: list[str], shared: bool) -> object:
-    """What is told to torch's exchange where the ranks are on these devices, or why it was not begun."""
+    """What is given to torch's exchange where the ranks are on these devices, or why it was not begun."""
     with pytest.MonkeyPatch.context() as patch, without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
         patch.delenv(symmetric.SHARE, raising=False)
         if shared:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.heaps import shm_group
-from support.rank_worker import die, tell
+from support.rank_worker import die, report
 from support.ranks import spawn_ranks
 
 from odc.errors import PeerLostError, WaitTimeoutError
@@ -108,7 +108,7 @@ def test_a_holder_that_ends_poisons_it_for_ever(lock: RobustMutex) -> None:
 
     for _ in range(3):
         ask()
-        in_thread(ask)  # who was told must not hold it
+        in_thread(ask)  # a thread that was notified must not hold it
     assert len(asked) == 6
     assert "the accumulator of unit 'a' on rank 3" in asked[0]
 
@@ -180,8 +180,8 @@ def die_holding(rank: int, world: int, identity: str) -> list[str]:
                 held.acquire(60.0)
             except PeerLostError as error:
                 errors.append(str(error))
-        tell(errors)
-        while rank == 0 and not words.load(2):  # rank 0's door stays open until rank 2 is through
+        report(errors)
+        while rank == 0 and not words.load(2):  # rank 0's listener stays open until rank 2 is connected
             time.sleep(0.001)
         words.store(2, 1)
         return errors

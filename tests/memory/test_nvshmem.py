@@ -1,4 +1,4 @@
-"""What of NVSHMEM's start can be tried without a GPU: sizes, the id's way through the store, which kernels are told.
+"""What can be tried of NVSHMEM's start without a GPU: sizes, the id's way through the store, kernels to initialise.
 
 The fakes stand for NVSHMEM and triton's compiler; what is tested is what we do with them.
 """
@@ -111,10 +111,12 @@ class Kernel:
 
 def test_kernels_that_link_nvshmem_are_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
-    told, asked_before = [], []
-    bindings = SimpleNamespace(cumodule_init=told.append)
+    initialised, asked_before = [], []
+    bindings = SimpleNamespace(cumodule_init=initialised.append)
     monkeypatch.setitem(sys.modules, "nvshmem", SimpleNamespace(bindings=bindings))
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **said: asked_before.append(said["key"]))
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_post_compile_hook", lambda **message: asked_before.append(message["key"])
+    )
     nvshmem.initialize_kernels()
     nvshmem.initialize_kernels()
     hook = triton.knobs.runtime.jit_post_compile_hook
@@ -127,9 +129,9 @@ def test_kernels_that_link_nvshmem_are_initialised(monkeypatch: pytest.MonkeyPat
     compiled("plain", {})
     compiled("libdevice", (("libdevice", "/x/libdevice.10.bc"),))
     compiled("warm", {"libnvshmem_device": "/x"}, warmup=True)
-    assert told == []
+    assert initialised == []
     compiled("linked", (("libnvshmem_device", "/x/libnvshmem_device.bc"),))
-    assert told == [0xC0DE], "once, although it was asked for twice"
+    assert initialised == [0xC0DE], "once, although it was asked for twice"
     assert asked_before == ["plain", "libdevice", "warm", "linked"], "who was there first is still asked"
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.heaps import address, shm_group
 from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
-from support.rank_worker import tell
+from support.rank_worker import report
 from support.ranks import spawn_ranks
 
 from odc.errors import HeapMemoryError, LayoutMismatchError, OdcError, WaitTimeoutError
@@ -61,8 +61,8 @@ def mapped(identity: str) -> int:
 def test_too_little_memory_is_refused_before_any_is_taken() -> None:
     heap = lone(lambda: FreeMemory(5 * MIB, "the machine"))
     heap.allocate("data", 8 * MIB)
-    said = re.escape("rank 0, heap lone: the heap needs 8.0 MiB, but the machine leaves 5.0 MiB free")
-    with pytest.raises(HeapMemoryError, match=said):
+    message = re.escape("rank 0, heap lone: the heap needs 8.0 MiB, but the machine leaves 5.0 MiB free")
+    with pytest.raises(HeapMemoryError, match=message):
         heap.seal()
     assert not heap.sealed
     assert not mapped("lone")
@@ -323,7 +323,7 @@ def survive(rank: int, world: int, identity: str) -> list[str]:
         peer.fill_(rank + 1)
         while heap.words(1 - rank, "flags").load(0) == 0:
             time.sleep(0.001)
-        tell("ready")
+        report("ready")
         while rank != 0 or address(identity, 1) in list_listeners(address(identity, 1)):
             time.sleep(0.01)
         assert int(peer[0]) == 1, "a dead rank's memory must stay readable"
@@ -336,7 +336,7 @@ def survive(rank: int, world: int, identity: str) -> list[str]:
 def test_kill_9_leaves_no_process_and_no_memory() -> None:
     before, identity = shared_files(), uuid.uuid4().hex[:12]
     with spawn_ranks(2, survive, identity) as job:
-        job.until_told(1)
+        job.until_reported(1)
         job.kill(1)
         survivor, killed = job.wait()
     assert killed.exit_code == -9
@@ -358,7 +358,7 @@ def fork_a_worker(rank: int, world: int, identity: str) -> None:
         ready, done = os.pipe()
         pid = os.fork()
         if pid == 0:
-            worker._teller.close()  # or the test would wait for the child to end
+            worker._reporter.close()  # or the test would wait for the child to end
             found = [memfds_of(os.getpid()), words.load(0), int(view.sum())]
             words.store(0, 8)  # into the child's own zeros
             view[0] = 8
@@ -373,16 +373,16 @@ def fork_a_worker(rank: int, world: int, identity: str) -> None:
             time.sleep(60)
             os._exit(0)
         os.close(done)
-        with open(ready) as told:
-            tell((pid, eval(told.read()), words.load(0), int(view[0])))
+        with open(ready) as found:
+            report((pid, eval(found.read()), words.load(0), int(view[0])))
         time.sleep(60)
 
 
 def test_a_forked_child_holds_nothing_and_harms_nothing() -> None:
     identity = uuid.uuid4().hex[:12]
     with spawn_ranks(1, fork_a_worker, identity) as job:
-        job.until_told(1)
-        child, (held, word, total, refusal), parents_word, parents_data = job.outcomes[0].told[0]
+        job.until_reported(1)
+        child, (held, word, total, refusal), parents_word, parents_data = job.outcomes[0].reports[0]
         assert list_listeners(address(identity, 0)) == [address(identity, 0)]
         job.kill(0)
         job.wait()

@@ -233,8 +233,8 @@ class StandIn:
 
     def _batch(self, targets: int, sources: int, sizes: int, count: int, *rest: int) -> int:
         attributes, first, kinds, failed, stream = rest
-        said = ctypes.cast(attributes, ctypes.POINTER(driver._Attributes)).contents
-        assert (said.order, said.flags, kinds, stream) == (1, 1, 1, 5) and failed
+        message = ctypes.cast(attributes, ctypes.POINTER(driver._Attributes)).contents
+        assert (message.order, message.flags, kinds, stream) == (1, 1, 1, 5) and failed
         assert ctypes.c_size_t.from_address(first).value == 0
         columns = [(ctypes.c_uint64 * count).from_address(each) for each in (targets, sources, sizes)]
         self.batched.append(list(zip(*columns, strict=True)))

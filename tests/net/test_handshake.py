@@ -77,12 +77,12 @@ def test_a_listener_without_the_secret_is_refused() -> None:
         client.send(proof.data)
 
 
-@pytest.mark.parametrize("said", [(b"GET / HTTP/1.1\r\n" * 8)[:108], bytes(108), os.urandom(108)])
-def test_another_protocol_is_not_answered(said: bytes) -> None:
+@pytest.mark.parametrize("message", [(b"GET / HTTP/1.1\r\n" * 8)[:108], bytes(108), os.urandom(108)])
+def test_another_protocol_is_not_answered(message: bytes) -> None:
     server = answer_handshake(SECRET, 7)
     next(server)
     with pytest.raises(HandshakeError, match="protocol"):
-        server.send(said)
+        server.send(message)
 
 
 def test_only_a_peer_with_the_secret_is_welcome() -> None:

@@ -47,9 +47,9 @@ def link(*ends: socket.socket) -> Callable[[], bool]:
         assert [one.receive() for one in links] == [None, None]
         for one, other in (links, links[::-1]):
             one.send(StoredWord(Word.DONE, 7))
-            while (said := other.receive()) is None:
+            while (message := other.receive()) is None:
                 time.sleep(0.01)
-            if not said:
+            if not message:
                 return False
         return True
 
@@ -64,10 +64,10 @@ def engine(reader: socket.socket, server: socket.socket) -> Callable[[], bool]:
 
     def carries() -> bool:
         reader.send(b"request")
-        said = b""
-        while len(said) < 7:
+        message = b""
+        while len(message) < 7:
             try:
-                said += server.recv(7)
+                message += server.recv(7)
             except BlockingIOError:
                 time.sleep(0.01)
         server.send(b"answer")

@@ -152,13 +152,13 @@ def fork_beside_a_listener(rank: int, world: int, family: type[Family]) -> list[
         waiting = made.connect()
         assert made.succeed()  # so that the listener has accepted the one before
         numbers = [listener._socket.fileno(), listener._reactor._selector.fileno(), *listener._pending]
-        (told, tell), (go_on, stop) = os.pipe(), os.pipe()
+        (found_fd, find_fd), (go_on, stop) = os.pipe(), os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.write(tell, json.dumps([fd for fd in numbers if Path(f"/proc/self/fd/{fd}").is_symlink()]).encode())
+            os.write(find_fd, json.dumps([fd for fd in numbers if Path(f"/proc/self/fd/{fd}").is_symlink()]).encode())
             os.read(go_on, 1)
             os._exit(0)
-        found = [len(numbers) >= 3, json.loads(os.read(told, 4096)), made.succeed()]
+        found = [len(numbers) >= 3, json.loads(os.read(found_fd, 4096)), made.succeed()]
         waiting.sendall(made.first)
         found.append(len(waiting.recv(4096)) > 0)
     with pytest.raises(OSError):  # the child does not keep the address alive

@@ -91,7 +91,7 @@ def test_ranks_of_one_job_read_and_connect(make: Make) -> None:
 
 @pytest.mark.parametrize("how", ["another store", "another file"])
 def test_ranks_of_two_jobs_do_not_mix(make: Make, tmp_path: Any, how: str) -> None:
-    """Even where one is told the other's address, as when a port is reused or a store is shared by mistake."""
+    """Even where one is given the other's address, as when a port is reused or a store is shared by mistake."""
     stores = [dist.HashStore(), dist.HashStore()]
     secrets: list[dict[str, str]] = [{}, {}]
     if how == "another file":
@@ -108,7 +108,7 @@ def test_ranks_of_two_jobs_do_not_mix(make: Make, tmp_path: Any, how: str) -> No
             reach()
         assert caught.value.culprit == 1
     own = make(stores[1], 2, **secrets[1])
-    assert read(own, 1) == [7] * 4, "the job that was visited goes on"
+    assert read(own, 1) == [7] * 4, "the job that was asked goes on"
 
 
 def test_a_rank_at_another_ones_address_is_refused(make: Make) -> None:

@@ -76,17 +76,17 @@ def test_what_is_no_request_is_not_answered(name: str, body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("handler", "said"),
+    ("handler", "printed"),
     [
         (lambda request, peer: 1 / 0, "ZeroDivisionError: division by zero"),
         (lambda request, peer: ({"fd": object()}, ()), "TypeError: Object of type object is not JSON serializable"),
         (lambda request, peer: ({}, [0] * (MAX_FDS + 1)), "ValueError: 17 descriptors are more than the 16"),
     ],
 )
-def test_the_client_receives_the_error_of_a_handler(name: str, handler: Any, said: str, caplog: Any) -> None:
+def test_the_client_receives_the_error_of_a_handler(name: str, handler: Any, printed: str, caplog: Any) -> None:
     with served(name, handler):
         for _ in range(2):  # the listener stays open
-            assert ask(name, {}, PATIENCE_S).reply["error"].startswith(said)
+            assert ask(name, {}, PATIENCE_S).reply["error"].startswith(printed)
     assert f"request of process {os.getpid()} failed" in caplog.text
 
 
@@ -123,7 +123,7 @@ def test_a_listener_that_is_not_there_or_does_not_answer(name: str, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("sent", "said"),
+    ("sent", "printed"),
     [
         (b"", "hung up without an answer"),
         (struct.pack("!I", 10) + b"{", "hung up without an answer"),
@@ -132,7 +132,7 @@ def test_a_listener_that_is_not_there_or_does_not_answer(name: str, monkeypatch:
         (struct.pack("!I", 1 << 31), "too long"),
     ],
 )
-def test_bad_answers_are_connection_errors_and_leak_nothing(name: str, sent: bytes, said: str) -> None:
+def test_bad_answers_are_connection_errors_and_leak_nothing(name: str, sent: bytes, printed: str) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("\0" + name)
         listener.listen()
@@ -146,7 +146,7 @@ def test_bad_answers_are_connection_errors_and_leak_nothing(name: str, sent: byt
         before = len(os.listdir("/proc/self/fd"))
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ConnectionError, match=said):
+        with pytest.raises(ConnectionError, match=printed):
             ask(name, {}, PATIENCE_S)
         thread.join()
         assert len(os.listdir("/proc/self/fd")) == before
@@ -228,8 +228,8 @@ def test_each_side_refuses_the_other(name: str, side: str, monkeypatch: pytest.M
             return "it is of another container" if refuses else None
 
         monkeypatch.setattr(PeerCredentials, "refusal", refusal)
-        said = f"listener '{name}': it is of another container" if side == "client" else f"listener '{name}': "
-        with pytest.raises(ConnectionError, match=said):
+        printed = f"listener '{name}': it is of another container" if side == "client" else f"listener '{name}': "
+        with pytest.raises(ConnectionError, match=printed):
             ask(name, {}, PATIENCE_S)
         assert heard == []
         monkeypatch.undo()

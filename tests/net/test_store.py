@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.rank_worker import tell
+from support.rank_worker import report
 from support.ranks import RankProcesses, spawn_ranks
 
 from odc.errors import PeerLostError, WaitTimeoutError
@@ -170,7 +170,7 @@ class TestAwaitKey:
 
 def host_a_store(rank: int, world: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    tell(store.port)
+    report(store.port)
     time.sleep(600)
 
 
@@ -178,8 +178,8 @@ def host_a_store(rank: int, world: int) -> None:
 def host() -> Iterator[tuple[RankProcesses, Any]]:
     """A process that hosts a store, and the store."""
     with spawn_ranks(1, host_a_store) as process:
-        process.until_told(1)
-        (port,) = process.outcomes[0].told
+        process.until_reported(1)
+        (port,) = process.outcomes[0].reports
         yield process, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))
 
 

@@ -77,7 +77,7 @@ def kept_after_backward(shard_with: Make, rank: int, world: int) -> Result:
 
 
 @PROGRAMS.add
-def prefetch_as_told(shard_with: Make, rank: int, world: int) -> Result:
+def prefetch_in_the_given_order(shard_with: Make, rank: int, world: int) -> Result:
     model, optimizer = new(shard_with)
     model.set_modules_to_forward_prefetch([model.layers[0], model.layers[1]])
     model.layers[0].set_modules_to_forward_prefetch([model.layers[2]])

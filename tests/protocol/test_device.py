@@ -153,7 +153,7 @@ def test_without_atomic_adds_a_direct_push_takes_the_lock(deferred: list[Deferre
 
 @pytest.mark.parametrize("short", [0, 3])
 def test_several_dtypes_and_short_gradients_arrive_whole(deferred: list[DeferredLanes], short: int) -> None:
-    """Four runs through two slots: the pusher tells of what it has posted before it waits for a slot."""
+    """Four runs through two slots: the pusher announces what it has posted before it waits for a slot."""
     with HeapGroup(MIXED, 3) as group:
         (unit,) = group.units
         for epoch in (1, 2):

@@ -1,4 +1,4 @@
-"""The file that tells the idea, against plain torch."""
+"""The file that shows the idea, against plain torch."""
 
 from __future__ import annotations
 

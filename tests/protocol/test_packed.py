@@ -13,11 +13,11 @@ DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torc
 
 
 def sent(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    parcel = PackedMicrobatch(tensors)
-    raw = torch.full((parcel.nbytes + 64,), 7, dtype=torch.uint8)
-    parcel.write(raw[: parcel.nbytes])
-    assert raw[parcel.nbytes :].eq(7).all(), "written beyond its end"
-    return unpack(raw[: parcel.nbytes])
+    packed = PackedMicrobatch(tensors)
+    raw = torch.full((packed.nbytes + 64,), 7, dtype=torch.uint8)
+    packed.write(raw[: packed.nbytes])
+    assert raw[packed.nbytes :].eq(7).all(), "written beyond its end"
+    return unpack(raw[: packed.nbytes])
 
 
 @st.composite

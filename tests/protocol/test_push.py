@@ -143,7 +143,7 @@ def test_with_hybrid_sharding_pushes_stay_in_the_own_replica() -> None:
         assert found == [[0.0] * 4, [0.0] * 4, [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]
 
 
-def test_owners_are_visited_from_the_next_shard_on_and_only_when_ready() -> None:
+def test_owners_are_served_from_the_next_shard_on_and_only_when_ready() -> None:
     with group_for([[Param((3, 1), 0, F32)]], 3) as group:
         protocol = Patient(group, 1, drains=False)
         pusher = Pusher(protocol, group.notify)

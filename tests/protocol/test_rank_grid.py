@@ -48,7 +48,7 @@ def test_every_member_is_met_once(grid: RankGrid) -> None:
 
 
 @given(grids())
-def test_members_visit_different_peers_first(grid: RankGrid) -> None:
+def test_members_begin_with_different_peers(grid: RankGrid) -> None:
     first = [RankGrid(grid.ranks, grid.shards, me).shard_group_from_next()[0] for me in grid.members]
     assert len(set(first)) == len(first)
 
@@ -123,7 +123,7 @@ def test_hosts_are_refused_that_a_mirror_cannot_be_laid_out_for() -> None:
             RankGrid((0, 1, 2, 3), 4, 0, hosts)
 
 
-def test_hosts_visit_each_other_in_turn() -> None:
+def test_hosts_address_each_other_in_turn() -> None:
     """Each step, every host goes to another one."""
     for me in range(6):
         grid = RankGrid(tuple(range(6)), 6, me, hosts=(0, 0, 1, 1, 2, 2))

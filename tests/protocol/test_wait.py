@@ -88,13 +88,13 @@ def test_a_deadline_ends_the_job_everywhere_and_blames_the_stuck_rank(
     for member, layout in enumerate(group.layouts):
         assert layout.peer(member).board.load(Word.ABORT) == 1 + 16
         assert layout.peer(member).reason == str(caught.value)
-    with pytest.raises(PeerLostError) as told:
+    with pytest.raises(PeerLostError) as error:
         waiter_of(group, 1).check("computing")
-    assert told.value.culprit == 16
+    assert error.value.culprit == 16
 
 
 def test_a_peer_that_waits_itself_is_not_to_blame(group: HeapGroup, waiter: Waiter, clock: Clock) -> None:
-    """Everybody's deadline may run out at the same moment, for one rank's sake."""
+    """The deadlines of all ranks may run out at the same moment, because of one rank."""
     group.layouts[2].peer(2).board.store(Word.WAITING, 1 + 13)
     with pytest.raises(
         WaitTimeoutError, match="rank 16 has not called .*, and waits itself for rank 13; raise"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support import hosts as support_hosts
 from support.host_ranks import HostPool, spawn_on_hosts
 from support.hosts import DEVICE, Hosts, need_hosts, unavailable
-from support.rank_worker import tell
+from support.rank_worker import report
 
 
 @pytest.fixture
@@ -66,12 +66,12 @@ def reach(rank: int, world: int) -> list[bool]:
 
 
 def wait_forever(rank: int, world: int) -> None:
-    tell(os.getpid())
+    report(os.getpid())
     time.sleep(600)
 
 
 def joined(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
-    """Both ends of a TCP connection from host 1 to host 0, which probe each other when nothing is said."""
+    """Both ends of a TCP connection from host 1 to host 0, which probe each other when nothing is sent."""
     listener = hosts[0].within(lambda: socket.create_server((hosts[0].address, 0)))
     with listener:
         client = hosts[1].within(lambda: socket.create_connection(listener.getsockname(), 60.0))
@@ -171,7 +171,7 @@ def test_a_rank_may_be_killed_and_nothing_is_left() -> None:
     links = sorted(os.listdir("/sys/class/net"))
     with Hosts(2) as hosts:
         with spawn_on_hosts(hosts, 1, wait_forever) as job:
-            job.until_told(1)
+            job.until_reported(1)
             pids = job.pids
             assert [host.processes() for host in hosts] == [[pid] for pid in pids]
             job.signal(0, signal.SIGSTOP)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
-from support.rank_worker import die, tell
+from support.rank_worker import die, report
 from support.ranks import RankPool, RanksFailed, spawn_ranks
 
 from odc.ranks.processes import RankOutcome, RankProcesses, fork_server, task
@@ -36,7 +36,7 @@ def fail_on(rank: int, world: int, culprit: int) -> None:
 
 def sleep_on(rank: int, world: int, culprit: int) -> None:
     if rank == culprit:
-        tell("asleep")
+        report("asleep")
         time.sleep(600)
 
 
@@ -45,8 +45,8 @@ def die_on(rank: int, world: int, culprit: int) -> None:
         die("now")
 
 
-def tell_then_wait(rank: int, world: int) -> str:
-    tell({"rank": rank})
+def report_then_wait(rank: int, world: int) -> str:
+    report({"rank": rank})
     time.sleep(600 if rank == 0 else 0)
     return "waited"
 
@@ -116,10 +116,10 @@ def test_a_rank_that_dies_in_a_pool_is_a_failure_not_a_hang(ranks: Pools) -> Non
 
 def test_a_rank_that_raised_as_it_exited_shows_why() -> None:
     """Every line of a traceback is marked with the rank by torch; where the answer has it, it is shown once."""
-    said = "a warning\n[rank0]: WaitTimeoutError: rank 1 has not left\n"
-    left = RankOutcome(0, 7, exit_code=1, output=said, answered=True)
+    stated = "a warning\n[rank0]: WaitTimeoutError: rank 1 has not left\n"
+    left = RankOutcome(0, 7, exit_code=1, output=stated, answered=True)
     assert "WaitTimeoutError: rank 1 has not left" in left.describe()
-    raised = RankOutcome(0, 7, exit_code=1, output=said, answered=True, error="ValueError", trace="ValueError: no")
+    raised = RankOutcome(0, 7, exit_code=1, output=stated, answered=True, error="ValueError", trace="ValueError: no")
     assert "a warning" in raised.describe() and "[rank0]" not in raised.describe()
 
 
@@ -135,21 +135,21 @@ def test_a_pool_ends_in_good_order(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]  # atexit handlers ran
 
 
-def test_one_shot_ranks_are_killed_and_tell() -> None:
-    with spawn_ranks(3, tell_then_wait) as job:
-        job.until_told(1)
+def test_one_shot_ranks_are_killed_and_report() -> None:
+    with spawn_ranks(3, report_then_wait) as job:
+        job.until_reported(1)
         job.kill(0)
         outcomes = job.wait()
     assert [outcome.exit_code for outcome in outcomes] == [-9, 0, 0]
     assert [outcome.value for outcome in outcomes] == [None, "waited", "waited"]
-    assert [outcome.told for outcome in outcomes] == [[{"rank": rank}] for rank in range(3)]
+    assert [outcome.reports for outcome in outcomes] == [[{"rank": rank}] for rank in range(3)]
 
 
 def test_a_rank_that_kills_itself_sends_the_time() -> None:
     begin = time.monotonic()
     with spawn_ranks(2, die_on, 1) as job:
         outcomes = job.wait()
-    when, what = outcomes[1].told[0]
+    when, what = outcomes[1].reports[0]
     assert begin < when < time.monotonic()
     assert what == "now"
     assert [outcome.exit_code for outcome in outcomes] == [0, -9]
@@ -169,7 +169,7 @@ def test_an_exception_in_a_one_shot_rank_is_an_outcome() -> None:
 def test_a_wait_past_its_timeout_kills_all() -> None:
     with spawn_ranks(2, sleep_on, 1) as job:
         pids = job.pids
-        while not job.outcomes[1].told:
+        while not job.outcomes[1].reports:
             job.receive(0.05)
         with pytest.raises(RanksFailed, match=re.compile("after 1 s.*in sleep_on", re.DOTALL)):
             job.wait(1.0)

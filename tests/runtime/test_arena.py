@@ -91,7 +91,7 @@ def test_a_put_that_finds_no_room_names_the_rank_that_has_not_copied() -> None:
 
 
 def leaves_with_open_arenas(rank: int, world: int) -> None:
-    """Each rank has dropped another of them: its peer is told that it leaves the one that it still has, too."""
+    """Each rank has dropped another of them: its peer learns that it leaves the one that it still has, too."""
     kept = {name: Arena(default_store(), range(world), rank, 1 << 12, CHANNELS, 120.0, name) for name in ("a", "b")}
     del kept["ab"[rank]]
     gc.collect()
@@ -100,7 +100,7 @@ def leaves_with_open_arenas(rank: int, world: int) -> None:
 
 
 @pytest.mark.thorough
-def test_a_rank_that_shuts_down_leaves_the_arenas_that_nobody_closed() -> None:
+def test_a_rank_that_shuts_down_leaves_the_arenas_that_were_not_closed() -> None:
     with spawn_ranks(2, leaves_with_open_arenas) as job:
         outcomes = job.wait()
     assert not any(one.error for one in outcomes), "\n".join(one.describe() for one in outcomes)
@@ -120,10 +120,10 @@ def waits_in_a_row(rank: int, world: int) -> tuple[int | None, str]:
 
 def test_a_rank_that_waits_for_one_that_an_error_has_ended_blames_the_first(ranks: Any) -> None:
     """Not the one in between, which has left because of it."""
-    (first, said), (second, _), _ = ranks(3).run(waits_in_a_row)
-    assert (first, second) == (2, 2), said
-    assert "rank 0 (epoch 0), waiting for rank 1 to put rows" in said
-    assert "rank 2 has left the job" in said and "ValueError: no such page" in said
+    (first, message), (second, _), _ = ranks(3).run(waits_in_a_row)
+    assert (first, second) == (2, 2), message
+    assert "rank 0 (epoch 0), waiting for rank 1 to put rows" in message
+    assert "rank 2 has left the job" in message and "ValueError: no such page" in message
 
 
 def test_threads_that_wait_for_members_to_come_up_learn_each_that_its_own_is_absent() -> None:

@@ -128,10 +128,10 @@ def test_the_first_difference_of_layouts_is_named_on_both_sides(
     for one, me, peer, here, there in ((left, 10, 13, mine, theirs), (right, 13, 10, theirs, mine)):
         with pytest.raises(LayoutMismatchError) as caught:
             one.layout.peer(1 - one.grid.me).attach()
-        said, counts = str(caught.value), {10: len(LAYOUT), 13: len(other)}
+        message, counts = str(caught.value), {10: len(LAYOUT), 13: len(other)}
         start = starts.format(me=me, peer=peer, mine=counts[me], theirs=counts[peer])
-        assert said.startswith(f"rank {me} and rank {peer} laid out heap 7.abc {start}")
-        assert not mine or said.endswith(f" on rank {peer}: rank {me} has {here}, rank {peer} has {there}")
+        assert message.startswith(f"rank {me} and rank {peer} laid out heap 7.abc {start}")
+        assert not mine or message.endswith(f" on rank {peer}: rank {me} has {here}, rank {peer} has {there}")
 
 
 def test_what_is_announced_of_many_parameters_fits_into_a_store() -> None:
@@ -227,7 +227,7 @@ def test_a_server_that_is_held_up_is_not_dead_before_the_deadline(
 def test_a_server_that_hung_up_is_asked_again(side: Make) -> None:
     """This process may have been stopped for longer than the server waits for a request."""
     name = f"odc-test.again.{os.getpid()}.{time.monotonic_ns()}"
-    said = b'{"error": "no such root"}'
+    message = b'{"error": "no such root"}'
     left = side(0, settings=Settings(timeout_s=60.0)).announce()
     side(1).announce(address=name)
     over = threading.Event()
@@ -244,7 +244,7 @@ def test_a_server_that_hung_up_is_asked_again(side: Make) -> None:
                     if heard > 1:
                         connection.recv(1000)
                     if heard > 2:
-                        connection.sendall(struct.pack("!I", len(said)) + said)
+                        connection.sendall(struct.pack("!I", len(message)) + message)
 
         thread = threading.Thread(target=answer_from_the_third_on)
         thread.start()
@@ -308,7 +308,7 @@ def test_a_rank_that_never_meets_is_named_and_reported(side: Make) -> None:
     assert left.failures == [(str(failure.value), 13)]
 
 
-def test_an_aborted_job_ends_the_meeting(side: Make) -> None:
+def test_an_aborted_job_ends_the_wait_for_a_peer(side: Make) -> None:
     left = side(0, aborted=refusing).announce()
     with pytest.raises(PeerLostError, match="aborted while waiting for rank 13 to map device memory"):
         left.meet.meet()

@@ -129,11 +129,11 @@ def in_a_forked_child(rank: int, world: int) -> tuple[bool, bool, list[str], boo
         os.write(write, f"{alive} {own is parents} {own.alive()} {own.address}".encode())
         os._exit(0)
     os.wait()
-    said = os.read(read, 1000).decode().split()
+    message = os.read(read, 1000).decode().split()
     os.close(read)
     os.close(write)
     still = ask(parents.address, {"op": "status"}, 60.0).reply["pid"] == os.getpid()
-    return said[0] == "True", said[1] == "True", said[2:], still
+    return message[0] == "True", message[1] == "True", message[2:], still
 
 
 def test_a_forked_child_starts_its_own_and_leaves_the_parents_alone(ranks: Callable[[int], RankPool]) -> None:

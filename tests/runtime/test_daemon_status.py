@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.listeners import served
-from support.rank_worker import tell
+from support.rank_worker import report
 from support.ranks import RankProcesses, spawn_ranks
 from support.waiting import until
 from torch import nn
@@ -40,7 +40,7 @@ def train_and_linger(rank: int, world: int, go_on: str) -> None:
         if rank == 0:
             for _ in range(3):
                 model(torch.ones(1, WIDTH))
-        tell("in the second minibatch")
+        report("in the second minibatch")
         while rank == 0 and not Path(go_on).exists():
             time.sleep(0.01)
     odc.shutdown()
@@ -55,7 +55,7 @@ def of_pids(pids: list[int]) -> list[RankStatus]:
 def job(folder: Path) -> Iterator[RankProcesses]:
     """Two ranks, the second of which waits for the first; they are let go at the end."""
     with spawn_ranks(2, train_and_linger, str(folder / "go on")) as ranks:
-        ranks.until_told(1)
+        ranks.until_reported(1)
         until(lambda: any(root["waits_for"] == 0 for one in of_pids(ranks.pids[1:]) for root in one.roots))
         yield ranks
         (folder / "go on").touch()

@@ -78,7 +78,7 @@ def test_a_peer_that_does_neither_is_named_at_the_deadline(side: Make) -> None:
     assert not is_open(fast)
 
 
-def test_a_job_that_was_aborted_waits_for_nobody_and_leaves_the_reason(side: Make, store: Any) -> None:
+def test_a_job_that_was_aborted_does_not_wait_and_leaves_the_reason(side: Make, store: Any) -> None:
     fast, slow = side(0, settings=Settings(timeout_s=600.0)).announce(), side(1).announce()
     fast.service.abort("ValueError: no words left", 10)
     left(fast)()
@@ -131,8 +131,8 @@ def test_heaps_that_are_left_when_the_daemon_stops_are_closed(side: Make) -> Non
     assert not is_open(late)
 
 
-def test_a_bell_is_not_closed_while_it_is_rung(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late ring would write to whatever has the descriptor's number next."""
+def test_a_doorbell_is_not_closed_while_it_is_written(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late notification would write to whatever has the descriptor's number next."""
     one, _ = side(0).announce(), side(1).announce()
     one.layout.peer(1).attach()
     ringing, closing, still_open = threading.Event(), threading.Event(), list[bool]()

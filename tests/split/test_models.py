@@ -21,7 +21,7 @@ def test_models_that_can_be_split_pass_and_run_whole_samples_as_before(kind: str
     tokens = tokens_of(3, 40)[None]
     packed = torch.cat([torch.arange(25), torch.arange(15)])[
         None
-    ]  # two samples in a row, told apart by their positions
+    ]  # two samples in a row, distinguished by their positions
     given = [{"input_ids": tokens}, {"input_ids": tokens, "position_ids": packed}]
     before = [model(**inputs, use_cache=False).logits for inputs in given]
     extra = models.hook(model)

@@ -124,7 +124,7 @@ def test_a_thousand_random_minibatches_end_as_they_must() -> None:
         with spawn_ranks(WORLD, run_job, uuid.uuid4().hex, job) as ranks:
             outcomes = ranks.wait()
         if job.end in ("forward", "backward"):
-            ((died, culprit),) = [told for outcome in outcomes for told in outcome.told]
+            ((died, culprit),) = [report for outcome in outcomes for report in outcome.reports]
             assert culprit == job.culprit
             assert_all_noticed(outcomes, culprit, died)
             return

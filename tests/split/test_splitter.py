@@ -245,7 +245,7 @@ def dies_in_a_piece(rank: int, world: int, name: str, where: str) -> None:
 def test_a_rank_that_dies_in_a_piece_is_named_by_all(where: str) -> None:
     with spawn_ranks(3, dies_in_a_piece, uuid.uuid4().hex, where) as ranks:
         outcomes = ranks.wait()
-    ((died, _),) = outcomes[1].told
+    ((died, _),) = outcomes[1].reports
     assert_all_noticed(outcomes, 1, died)
 
 

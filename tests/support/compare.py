@@ -62,7 +62,7 @@ def assert_close(run: Run, reference: Run, *, relative: float, absolute: float) 
 
 
 def assert_trained_alike(run: Run, reference: Run, *, low_precision: bool) -> None:
-    """That sums were rounded differently, and nothing else, tells two runs of several steps apart.
+    """That sums were rounded differently is all that distinguishes two runs of several steps.
 
     So the first step's gradients are as near as that. Later steps train on the difference, which in bf16 can grow: the
     last bit of a sum may decide how a weight is rounded to bf16.

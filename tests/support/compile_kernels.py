@@ -174,8 +174,8 @@ def stack(cubin: bytes) -> int:
         file.write(cubin)
         file.flush()
         command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    (found,) = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", told)
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", printed)
     return sum(map(int, found))
 
 
@@ -187,8 +187,8 @@ def sass(cubin: bytes) -> dict[str, int]:
         tool = Path(knobs.nvidia.cuobjdump.path)
         path = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}  # it calls nvdisasm
         command = [str(tool), "-sass", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True, env=path).stdout
-    return Counter(re.findall(r"\b((?:LDG|STG|REDG?|ATOMG?|LDL|STL)\.[.\w]*)", told))
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, env=path).stdout
+    return Counter(re.findall(r"\b((?:LDG|STG|REDG?|ATOMG?|LDL|STL)\.[.\w]*)", printed))
 
 
 def calls_of_every_thread(ttir: str) -> list[str]:

@@ -171,7 +171,7 @@ def adds_atomically(rank: int, world: int, group: Group, identity: str, rounds: 
 
 
 def lays_out(rank: int, world: int, group: Group, identity: str, changed: dict[str, Any]) -> str:
-    """Rank 1 asks for something else; both must be told when they attach."""
+    """Rank 1 asks for something else; both must learn of it when they attach."""
     regions, mark = (changed.get("regions", REGIONS), changed.get("mark", "v1")) if rank == 1 else (REGIONS, "v1")
     with sealed(group, identity, rank, world, regions, mark, mapped=False) as heap:
         with pytest.raises(LayoutMismatchError) as failure:

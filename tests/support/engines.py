@@ -25,7 +25,7 @@ PATIENCE_S = 600.0  # that a handshake may take on a busy machine
 
 
 def pattern(rank: int, nbytes: int = SIZE) -> torch.Tensor:
-    """Bytes that tell ranks and places apart, uint8 [nbytes]."""
+    """Bytes that differ between ranks and places, uint8 [nbytes]."""
     return (torch.arange(nbytes, dtype=torch.int64) * 7919 % 251 + rank).to(torch.uint8)
 
 

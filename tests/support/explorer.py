@@ -65,7 +65,7 @@ class Explorer:
     for ever.
 
     Attributes:
-        states: how many were visited.
+        states: how many were reached.
     """
 
     def __init__(self, program: Program, servers: Sequence[str], final: Judge) -> None:
@@ -103,7 +103,7 @@ class Explorer:
         return State((0,) * len(self.actors), (0,) * len(self._index))
 
     def search(self) -> None:
-        """Visit every state; raises Violation, with the steps that led to it, at the first that breaks a property."""
+        """Reach every state; raises Violation, with the steps that led to it, at the first that breaks a property."""
         seen, path = set[State](), list[tuple[State, Iterator[int]]]()
         trace: list[Step] = []
         state: State | None = self.start()

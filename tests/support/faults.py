@@ -1,7 +1,7 @@
 """A fault that befalls a job at a chosen moment: its description, and the job's program.
 
 The culprit does the fault to itself in its third step (`STEP`), or while it sets up or shuts down. A fault of the
-moment "any" comes from outside, once every rank has said that it trains.
+moment "any" comes from outside, once every rank has reported that it trains.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from odc.protocol.push import HostRoute
 from odc.runtime import Member, Rendezvous, daemon
 from support.failing import STEPS, backward, until_watched
 from support.models import Case, build, tokens
-from support.rank_worker import die, tell
+from support.rank_worker import die, report
 
 STEP = 2  # the one that the fault comes in
 DEADLINE_S = 10.0  # of a job in which a rank hangs
@@ -98,12 +98,12 @@ class Fault:
 
 
 def stop() -> None:
-    tell(time.monotonic())
+    report(time.monotonic())
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def raise_it() -> None:
-    tell(time.monotonic())
+    report(time.monotonic())
     raise ValueError(ERROR)
 
 
@@ -142,18 +142,18 @@ def show_it_and_go_on() -> None:
 
 
 def exit_only() -> None:
-    tell(time.monotonic())
+    report(time.monotonic())
     sys.exit(3)
 
 
 def leave() -> None:
-    tell(time.monotonic())
+    report(time.monotonic())
     odc.shutdown()
     os._exit(0)
 
 
 def hold() -> None:
-    tell(time.monotonic())
+    report(time.monotonic())
     time.sleep(10_000)
 
 
@@ -161,7 +161,7 @@ def raise_in_daemon() -> None:
     def fail() -> None:
         raise RuntimeError(ERROR)
 
-    tell(time.monotonic())
+    report(time.monotonic())
     daemon(dist.get_rank())._reactor.call(fail)
 
 
@@ -238,7 +238,7 @@ def train(rank: int, world: int, fault: Fault, steps: int = STEPS) -> None:
         if step == 1:
             batches = iter(loader) if fault.loader == "after" else batches
             next(batches, None)
-            tell("trains")
+            report("trains")
     script.step = STEP
     dist.barrier()  # no rank is in the midst of a minibatch
     script.at("shutdown")

@@ -21,7 +21,7 @@ from odc.protocol import Word
 from odc.runtime import Daemon, reading_token
 from support.members import BF16, F32, HeapGroup, Layout
 from support.models import Case, adamw, build, next_token_loss, tokens
-from support.rank_worker import tell
+from support.rank_worker import report
 
 LAYOUT: Layout = [[("w", 8, F32), ("b", 3, BF16)], [("v", 5, F32)]]
 
@@ -131,7 +131,7 @@ def publish_without_pause(rank: int, world: int, stop: str, width: int, settings
     with sharded.minibatch():
         pass
     if rank == 0:
-        tell(weight_handle(sharded))
+        report(weight_handle(sharded))
     number, ending = version(sharded), Path(f"{stop} at")
     while number != last and not (ending.exists() and ending.read_text() == str(number)):
         number += 1
@@ -139,7 +139,7 @@ def publish_without_pause(rank: int, world: int, stop: str, width: int, settings
         sharded.publish()
         assert version(sharded) == number, "a version is a call of publish()"
         if number % 100 == 0 and rank == 0:
-            tell(number)
+            report(number)
         if rank == 0 and Path(stop).exists() and not ending.exists():
             ending.write_text(str(number + 2))  # the other rank is at most one version ahead, and reads it in time
     return number

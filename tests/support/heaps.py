@@ -66,7 +66,7 @@ class MemoryFiles:
 
     SHARE = symmetric.SHARE
     may_share_devices = staticmethod(symmetric.may_share_devices)
-    same_numbers: bool | None = None  # as `map_peers` was told
+    same_numbers: bool | None = None  # as given to `map_peers`
 
     def __init__(self, identity: str, me: int) -> None:
         self._key, self._me = f"memory-files/{identity}/", me

@@ -67,11 +67,11 @@ class Namespaces:
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        said = self._process.stdout.readline()
-        if said != b"ready\n":
-            said += self._process.stdout.read()
+        printed = self._process.stdout.readline()
+        if printed != b"ready\n":
+            printed += self._process.stdout.read()
             self.close()
-            raise OSError(f"no namespaces ({command}): {said.decode()}")
+            raise OSError(f"no namespaces ({command}): {printed.decode()}")
         pid = self._process.pid
         self.pid = int((children(pid) or [pid])[0])  # unshare has forked, or become the program
 

@@ -38,10 +38,10 @@ class Group:
 
     def __init__(self, numels: list[int]) -> None:
         self.odc_params = [Param(numel) for numel in numels]
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def drop_fetch(self) -> None:
-        self.told.append("drop")
+        self.calls.append("drop")
 
 
 class Iteration:
@@ -100,5 +100,5 @@ def finish(ranks: list[Rank]) -> None:
 
 def states(ranks: list[Rank]) -> list[RootState]:
     on_board = [RootState(rank.heaps.layouts[0].peer(rank.me).board.load(Word.STATE)) for rank in ranks]
-    assert on_board == [rank.machine.state for rank in ranks], "`odc status` would tell something else"
+    assert on_board == [rank.machine.state for rank in ranks], "`odc status` would show something else"
     return on_board

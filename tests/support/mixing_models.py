@@ -1,4 +1,4 @@
-"""Models of one's own that are not the same in pieces, though a look at their outputs in one batch tells nothing."""
+"""Models of one's own that are not the same in pieces, which their outputs in one batch do not show."""
 
 from __future__ import annotations
 

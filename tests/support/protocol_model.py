@@ -225,7 +225,7 @@ class RankModel:
             return
         self.main.append(Step(verb, "read", ("sum", me, unit), job.total(epoch, unit, job.here(me))))
         for one in job.partners(me):
-            if unit:  # of which this rank is told too late, or never
+            if unit:  # of which this rank hears too late, or never
                 self.main.append(Step(verb, "wait", self.board("COMPLETE", one), epoch))
                 self.main.append(Step(verb, "read", ("sum for", me, unit, one), job.total(epoch, unit, job.here(one))))
             else:
@@ -320,7 +320,7 @@ def named(dead: int | None = None) -> Judge:
 
 
 def explore(program: Program, judge: Judge) -> int:
-    """Search; returns the states that were visited. Raises Violation."""
+    """Search; returns the states that were reached. Raises Violation."""
     search = Explorer(program, SERVERS, judge)
     search.search()
     return search.states

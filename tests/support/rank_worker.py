@@ -1,4 +1,4 @@
-"""What tests use inside rank processes (see `odc.ranks.worker`): `tell` and `die`; and how a test's function is run."""
+"""What tests use inside rank processes (see `odc.ranks.worker`): `report` and `die`; running a test's function."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import time
 import warnings
 from typing import Any
 
-from odc.ranks.worker import load, tell
+from odc.ranks.worker import load, report
 from odc.settings import Settings
 
-__all__ = ["die", "perform", "tell"]
+__all__ = ["die", "perform", "report"]
 
 
-def die(after_telling: Any = None) -> None:
-    """End this rank as `kill -9` would, after telling when (`time.monotonic()`) and whatever else is given."""
-    tell((time.monotonic(), after_telling))
+def die(after_report: Any = None) -> None:
+    """End this rank as `kill -9` would, after reporting when (`time.monotonic()`) and whatever else is given."""
+    report((time.monotonic(), after_report))
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 

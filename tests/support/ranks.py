@@ -98,8 +98,8 @@ class RankProcesses(processes.RankProcesses):
     def perform(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         """Have every rank run `function(rank, world, *args)`."""
         where = function.__module__, inspect.unwrap(function).__code__.co_filename, function.__qualname__
-        said = pickle.dumps(args)
-        self.send(*(task(rank_worker.perform, rank, self.world, where, said) for rank in range(self.world)))
+        message = pickle.dumps(args)
+        self.send(*(task(rank_worker.perform, rank, self.world, where, message) for rank in range(self.world)))
 
     def wait(self, timeout: float = PATIENCE_S) -> list[RankOutcome]:
         """Wait until every rank's process has ended.
@@ -120,10 +120,12 @@ class RankProcesses(processes.RankProcesses):
             if time.monotonic() > deadline or any(outcome.failed for outcome in self.outcomes):
                 self.fail(f"waited for {what} for at most {timeout:g} s")
 
-    def until_told(self, count: int, ranks: Collection[int] | None = None) -> None:
-        """Wait until these ranks, by default all, have sent at least `count` values by `tell`."""
+    def until_reported(self, count: int, ranks: Collection[int] | None = None) -> None:
+        """Wait until these ranks, by default all, have sent at least `count` values by `report`."""
         of = range(self.world) if ranks is None else ranks
-        self.until(lambda: all(len(self.outcomes[rank].told) >= count for rank in of), f"{count} values of each rank")
+        self.until(
+            lambda: all(len(self.outcomes[rank].reports) >= count for rank in of), f"{count} values of each rank"
+        )
 
     def fail(self, why: str) -> None:
         """Show where every living rank is, kill all, raise `RanksFailed`."""
@@ -171,7 +173,7 @@ class RankPool:
         return RankProcesses(self.world, once=False, environment=self._environment)
 
     def close(self) -> list[RankOutcome]:
-        """Tell the ranks to leave, in good order; returns how they ended."""
+        """Make the ranks shut down in good order; returns how they ended."""
         if self._ranks is None:
             return []
         ranks, self._ranks = self._ranks, None

@@ -51,8 +51,8 @@ class Side:
         self.service.abort(reason, culprit)
 
     def announce(self, calls: Collection[int] = (), **changed: str) -> Side:
-        said = {"address": self.daemon.address, "token": self.service.token, "digest": self.heap.digest} | changed
-        self.meet.announce(said["address"], said["token"], said["digest"], self.units, "", sorted(calls))
+        message = {"address": self.daemon.address, "token": self.service.token, "digest": self.heap.digest} | changed
+        self.meet.announce(message["address"], message["token"], message["digest"], self.units, "", sorted(calls))
         return self
 
     def leave(self, note: str = "") -> Callable[[], None]:

@@ -18,15 +18,15 @@ Logged = list[tuple[float, float]]
 def as_torchrun(rank: int, world: int) -> None:
     """Say to accelerate what torchrun would; the process group of the pool is there already.
 
-    What an Accelerator of an earlier test said, here or in the environment, is forgotten.
+    What an Accelerator of an earlier test left, here or in the environment, is forgotten.
     """
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    os.environ |= {name: str(value) for name, value in told.items()}
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    os.environ |= {name: str(value) for name, value in environment.items()}
     warnings.simplefilter("ignore")  # a pool rank is left as it is; none of these are ours
 
 

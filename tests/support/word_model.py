@@ -40,8 +40,11 @@ def completions(count: int) -> list[dict[str, str]]:
     draw = random.Random(count)
     sizes = [(1 + draw.randrange(9), 1 + int(40 * draw.random() ** 3)) for _ in range(count)]
     return [
-        {"prompt": " ".join(draw.choices(_WORDS, k=asked)), "completion": " " + " ".join(draw.choices(_WORDS, k=said))}
-        for asked, said in sizes
+        {
+            "prompt": " ".join(draw.choices(_WORDS, k=asked)),
+            "completion": " " + " ".join(draw.choices(_WORDS, k=message)),
+        }
+        for asked, message in sizes
     ]
 
 
@@ -59,12 +62,14 @@ def transformers_loss(model: Any, folder: Path, rows: Iterable[dict[str, str]]) 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     total = tokens = 0.0
     for row in rows:
-        asked, said = (tokenizer(row[name], add_special_tokens=False)["input_ids"] for name in ("prompt", "completion"))
-        ids = torch.tensor([[*asked, *said, tokenizer.eos_token_id]])
+        asked, message = (
+            tokenizer(row[name], add_special_tokens=False)["input_ids"] for name in ("prompt", "completion")
+        )
+        ids = torch.tensor([[*asked, *message, tokenizer.eos_token_id]])
         labels = ids.clone()
         labels[:, : len(asked)] = -100
         with torch.no_grad():
             loss = model.eval()(input_ids=ids, labels=labels).loss
-        total += float(loss) * (len(said) + 1)
-        tokens += len(said) + 1
+        total += float(loss) * (len(message) + 1)
+        tokens += len(message) + 1
     return total / tokens

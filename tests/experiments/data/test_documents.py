@@ -52,7 +52,7 @@ def test_of_a_prompt_and_its_completion_the_completion_is_trained():
     (alone,) = load(PromptCompletion("", "AB"))
     assert alone.tokens[alone.trained].tolist() == [*b"B", 256], "nothing comes before the first token"
     (chat,) = load(PromptCompletion(CHAT, ({"role": "user", "content": "R"}, {"role": "assistant", "content": "CD"})))
-    assert chat.tokens[chat.trained].tolist() == [*b"CD", 258], "what the assistant said before is context"
+    assert chat.tokens[chat.trained].tolist() == [*b"CD", 258], "earlier answers of the assistant are context"
 
 
 def test_documents_without_a_target_are_left_out(caplog: pytest.LogCaptureFixture):

@@ -1,4 +1,4 @@
-"""Reading raw data: what is read, in which order, and what is said of what cannot be."""
+"""Reading raw data: what is read, in which order, and the errors for what cannot be read."""
 
 from __future__ import annotations
 

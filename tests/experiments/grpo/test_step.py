@@ -112,8 +112,8 @@ def train_with_a_rollout_that_dies(rank: int, world: int, config: GrpoConfig) ->
 
 
 def test_a_rollout_process_that_dies_is_named(ranks: Pools, tmp_path: Path) -> None:
-    (said,) = ranks(1).run(train_with_a_rollout_that_dies, toy(tmp_path, ranks=1))
-    assert said == "the rollout process ended with code -9"
+    (message,) = ranks(1).run(train_with_a_rollout_that_dies, toy(tmp_path, ranks=1))
+    assert message == "the rollout process ended with code -9"
 
 
 def test_an_error_of_the_rollout_process_is_passed_on(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ def clip(folder: Path, seconds: float, rate: int = 16_000) -> dict[str, str]:
 
 
 def test_parts_lie_in_reading_order(tmp_path: Path) -> None:
-    said = {"type": "text", "text": "or"}
-    path = write(tmp_path, [image(tmp_path, 24, 16), said, clip(tmp_path, 0.5)])
+    stated = {"type": "text", "text": "or"}
+    path = write(tmp_path, [image(tmp_path, 24, 16), stated, clip(tmp_path, 0.5)])
     (example,) = read_examples(path, GEOMETRY, max_tokens=500)
     kinds = [part.modality if isinstance(part, Media) else "text" for part in example.parts]
     assert kinds == ["text", "image", "text", "audio", "text"]

@@ -89,10 +89,10 @@ def test_one_arm_is_a_job_that_can_be_resumed(tmp_path: Path, capfd: pytest.Capt
     options = ["--arm", "odc/full", "--model", job.model, "--data", job.data, "--minibatch-size", "6"]
     options += ["--output", str(output)]
     for steps, more in (("1", ["--save-every", "1"]), ("2", ["--resume", str(output)])):
-        code, said = odc("train-mm", *options, "--steps", steps, *more), capfd.readouterr()
-        assert code == 0, said.err
-        assert said.err.startswith(f"odc train-mm: odc/full, 2 ranks, {steps} steps\n")
-        assert f"step {steps}: loss " in said.out and f"checkpoints/step-0000000{steps}" in said.out
+        code, printed = odc("train-mm", *options, "--steps", steps, *more), capfd.readouterr()
+        assert code == 0, printed.err
+        assert printed.err.startswith(f"odc train-mm: odc/full, 2 ranks, {steps} steps\n")
+        assert f"step {steps}: loss " in printed.out and f"checkpoints/step-0000000{steps}" in printed.out
     assert [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()] == [1, 2]
 
 

@@ -86,7 +86,7 @@ def test_a_minibatch_that_does_not_fit_is_run_in_smaller_microbatches(ranks: Poo
             assert sum(result.steps[BAD_STEP].counts) > sum(clean.steps[BAD_STEP].counts)
 
 
-def test_what_fits_in_no_way_is_skipped_on_every_rank_and_said(ranks: Pools, tmp_path: Path) -> None:
+def test_what_fits_in_no_way_is_skipped_on_every_rank_and_named(ranks: Pools, tmp_path: Path) -> None:
     output = tmp_path / "out"
     for result, sums in ranks(2).run(short_of_memory, tiny_job(tmp_path, arm="odc", output=str(output)), 0):
         assert [(skip.step, "rank 1: out of memory" in skip.reason) for skip in result.skipped] == [(2, True)]
