@@ -67,7 +67,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    tests/experiments/data/test_sources.py::test_datasets_folder \
 	    --installed accelerate,datasets,peft,pyarrow,transformers,trl $(ARGS)
 	$(ON_CPU) .venv-titan/bin/python -m pytest tests/integrations/test_torchtitan.py --installed torchtitan $(ARGS)
-	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/contracts/test_engines.py tests/doctor/test_network.py \
+	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/contracts/test_engines.py tests/doctor/test_probes.py \
 	    tests/handover/test_hosts.py -k "nixl or network" --installed nixl_cu13 $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \

@@ -302,6 +302,15 @@ def test_no_retired_words() -> None:
     assert not found
 
 
+def test_the_tests_that_ci_runs_by_name_exist() -> None:
+    """A file that was moved would end `make test-integrations` only after many minutes."""
+    top = HOUSE.parent
+    text = "".join((top / name).read_text(encoding="utf-8") for name in ("Makefile", ".ci/run"))
+    named = set(re.findall(r"\btests/[\w/]+(?:\.\w+)?", text))
+    assert len(named) > 10
+    assert not [name for name in named if not (top / name).exists()]
+
+
 SEAMS = ("odc.fsdp._torch_compat:", "odc.memory._torch_symmetric:", "odc.split._torch_private:")
 
 
