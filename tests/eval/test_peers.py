@@ -97,6 +97,35 @@ def test_a_failure_ends_every_wait_and_names_the_rank():
         )
 
 
+def test_a_failure_is_one_call_and_the_first_stays():
+    """Of two calls a slow store may take only the first in time, and the others would wait for their deadline."""
+    store, calls = Watched(), list[str]()
+    peers = Peers(Counted(store, calls), RANKS[:2], 1, 60.0)
+    peers.fail(ValueError("first"))
+    assert calls == ["compare_set"]
+    peers.fail(ValueError("second"))
+    assert peers.failed() == (RANKS[1], "ValueError: first")
+
+
+class Counted:
+    """A store that records the names of its calls."""
+
+    def __init__(self, store: Watched, calls: list[str]) -> None:
+        self._store, self._calls = store, calls
+
+    def clone(self) -> Counted:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+
+        def call(*args: Any) -> Any:
+            self._calls.append(name)
+            return found(*args)
+
+        return call
+
+
 def test_a_rank_that_stands_still_is_named_by_all():
     """Rank 9 never comes: 4 waits for it, and 7 for 4; none blames 4."""
     gone = threading.Event()
