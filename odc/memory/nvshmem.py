@@ -20,6 +20,7 @@ import torch
 
 from odc.errors import HeapMemoryError, UnsupportedError, install
 from odc.memory.cuda import CudaHeap
+from odc.memory.layout import round_up
 
 _SIZE = "NVSHMEM_SYMMETRIC_SIZE"  # the library reads it when it starts; there is no other way to set the size
 _GRANULE = 2 << 20  # each heap starts on one of the driver's large pages
@@ -53,7 +54,7 @@ def core() -> Any:
 
 def needed_bytes(heaps: Sequence[int]) -> int:
     """What NVSHMEM must reserve on each rank for heaps of these sizes in bytes, and for itself."""
-    return sum(-(-nbytes // _GRANULE) * _GRANULE for nbytes in heaps) + _INTERNAL
+    return sum(round_up(nbytes, _GRANULE) for nbytes in heaps) + _INTERNAL
 
 
 def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes: int) -> None:

@@ -35,8 +35,9 @@ class Registration:
         self._call()
 
     def cancel(self) -> None:
-        """Make no further call, also none for an event of this very round; idempotent. Before the descriptor is closed,
-        on the loop's thread or once the loop has ended.
+        """Make no further call, not even for an event of the current round; idempotent.
+
+        Before the descriptor is closed, on the loop's thread or once the loop has ended.
         """
         forget, self._call, self._forget, self.active = self._forget, _nothing, _nothing, False
         forget()

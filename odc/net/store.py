@@ -299,8 +299,8 @@ def await_host(store: JobStore, rank: int, late: str, check: Callable[[], object
 def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
     """Announce to ranks that have not attached yet why this process ends; does nothing if the store does not answer."""
     with contextlib.suppress(OdcError):
-        if not store.check([_FAILED]):  # the first stays: later ones are mostly its consequence
-            store.set(_FAILED, json.dumps([culprit, reason]))
+        # The first stays: later ones are mostly its consequence.
+        store.compare_set(_FAILED, "", json.dumps([culprit, reason]))
 
 
 def failure(store: JobStore) -> tuple[int, str] | None:

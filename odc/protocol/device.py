@@ -19,7 +19,7 @@ from odc.protocol.protocol import MemberProtocol
 from odc.protocol.push import Gradient, HostRoute, PushRoute
 from odc.protocol.ring import Inbox
 from odc.protocol.units import UnitSpec
-from odc.trace import PUSH, recorder
+from odc.trace import recorder
 
 
 @dataclass(frozen=True)
@@ -174,10 +174,7 @@ class DeviceDrain:
                 device_mover(layout.mover).add_all(totals, [places[key] for key in turn])
             lanes.settle()
         for inbox, unit, blocks in batches:
-            inbox.take(len(blocks))
-            source = layout.grid.ranks[inbox.source]
-            nbytes = sum(block.values.nbytes for block in blocks)
-            recorder().add(PUSH, begin, unit=unit.name, peer=source, nbytes=nbytes, lane="server")
+            inbox.finish(unit, blocks, begin)
         return True
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from odc.errors import OdcError, UnsupportedError
+from odc.memory import round_up
 from odc.protocol.heap_reader import HeapReader
 from odc.protocol.layout import HeapLayout
 from odc.protocol.packed import PackedMicrobatch, unpack
@@ -142,7 +143,7 @@ class Queue:
 
     def _fit(self, packed: Sequence[PackedMicrobatch], room: int, epoch: int) -> list[int]:
         """Offset of each microbatch: behind the table, one after the other."""
-        end = -(-(1 + _ROW * len(packed)) * 8 // 64) * 64
+        end = round_up((1 + _ROW * len(packed)) * 8, 64)
         offsets = []
         for one in packed:
             offsets.append(end)

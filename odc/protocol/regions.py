@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from odc.errors import UnsupportedError
-from odc.memory import MUTEX_BYTES
+from odc.memory import MUTEX_BYTES, round_up
 from odc.protocol.grid import RankGrid
 from odc.protocol.peers.board import REASON_BYTES
 from odc.protocol.units import UnitSpec
@@ -37,7 +37,7 @@ class Ring:
     @classmethod
     def fit(cls, units: Sequence[UnitSpec], block_bytes: int) -> Ring:
         """Two blocks at least, no more than 2 x the largest chunk in all: gradients travel in the compute dtype."""
-        chunk = max((-(-unit.pushed_bytes // 64) * 64 for unit in units), default=64)
+        chunk = max((round_up(unit.pushed_bytes, 64) for unit in units), default=64)
         slot = max(64, min(block_bytes, chunk))
         return cls(max(2, 2 * chunk // slot), slot)
 
@@ -93,7 +93,7 @@ class Regions:
                 requests.append((f"headers/{distance}", self.ring.slots * HEADER_WORDS * 8))
                 requests.append((f"staging/{distance}", self.ring.slots * self.ring.slot_bytes))
         if self.settings.queue_bytes:
-            requests += [("claimed", 64), ("queue", -(-self.settings.queue_bytes // 64) * 64)]
+            requests += [("claimed", 64), ("queue", round_up(self.settings.queue_bytes, 64))]
         return requests + self._requests_over_nodes()
 
     def _requests_over_nodes(self) -> list[tuple[str, int]]:
@@ -129,7 +129,7 @@ class Regions:
     def _starts(self, dtype: torch.dtype | None) -> list[int]:
         """For each unit the bytes before its accumulators, in `dtype` if it is given, and the bytes of all."""
         sizes = (-(-one.numel // self.shares) * (dtype or one.accumulator_dtype).itemsize for one in self.units)
-        return [0, *itertools.accumulate(-(-size // 64) * 64 for size in sizes)]
+        return [0, *itertools.accumulate(round_up(size, 64) for size in sizes)]
 
     @property
     def contributors(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,6 +18,7 @@ from odc.protocol.check import ProtocolChecks
 from odc.protocol.layout import HeapLayout
 from odc.protocol.regions import HEADER_WORDS, WIRE_DTYPES
 from odc.protocol.units import Piece, UnitSpec
+from odc.trace import PUSH, recorder
 
 _WIRE_CODES = {dtype: code for code, dtype in enumerate(WIRE_DTYPES)}
 _SLOT = 4  # word of a header
@@ -117,7 +118,7 @@ class Inbox:
     def __init__(self, layout: HeapLayout, source: int) -> None:
         grid, mine = layout.grid, layout.mine
         distance = grid.distance(source, grid.me)
-        self.source, self._units, self._slots = source, layout.units, layout.ring.slots
+        self._rank, self._units, self._slots = grid.ranks[source], layout.units, layout.ring.slots
         data = mine.staging(distance).view(-1, layout.ring.slot_bytes)
         self._data = [data.view(dtype) for dtype in WIRE_DTYPES]
         self._headers = mine.headers(distance).view(-1, HEADER_WORDS).numpy()
@@ -139,6 +140,12 @@ class Inbox:
             index = unit
             found.append(Piece(first, self._data[code][slot, :numel]))
         return (self._units[index], found) if found else None
+
+    def finish(self, unit: UnitSpec, blocks: Sequence[Piece], begin: int) -> None:
+        """As `take`, of what `peek` returned; records the addition, which began at `begin` on the lane "server"."""
+        self.take(len(blocks))
+        nbytes = sum(block.values.nbytes for block in blocks)
+        recorder().add(PUSH, begin, unit=unit.name, peer=self._rank, nbytes=nbytes, lane="server")
 
     def take(self, count: int = 1) -> None:
         """Give the slots of the `count` oldest blocks back to their pusher, after their values were added."""

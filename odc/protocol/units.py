@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from odc.memory import round_up
+
 _ALIGN = 16  # bytes; every parameter's place in the published shard can be viewed in its own dtype
 
 
@@ -68,7 +70,7 @@ class UnitSpec:
         for param, numel, dtype in params:
             spec = ParamSpec(param, numel, dtype, at_byte, at_element, param not in frozen)
             specs.append(spec)
-            room = -(-spec.nbytes // _ALIGN) * _ALIGN
+            room = round_up(spec.nbytes, _ALIGN)
             at_byte += room
             at_element += numel if spec.trained else 0
             pushed += room if spec.trained else 0

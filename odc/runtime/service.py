@@ -23,7 +23,7 @@ from odc.protocol.protocol import abort
 from odc.protocol.queue import progress
 from odc.protocol.ring import Inbox
 from odc.protocol.words import RootState, Word
-from odc.trace import PUSH, recorder
+from odc.trace import recorder
 
 
 def reading_token(token: str) -> str:
@@ -54,7 +54,6 @@ class Service:
             self._inboxes = [Inbox(layout, source) for source in grid.nodes.local_shard_group if source != grid.me]
         self._adder = Adder(layout)
         self._most = max(1, layout.ring.slots // 4)  # the rest of the ring is filled while a batch is added
-
         self._drain_device = DeviceDrain(layout, self._inboxes, self._most) if layout.heap.lanes.asynchronous else None
 
     @torch.no_grad()
@@ -72,10 +71,7 @@ class Service:
             unit, blocks = batch
             begin = recorder().now_on("server")
             self._adder.add(self.layout.grid.me, unit, blocks)
-            inbox.take(len(blocks))
-            source = self.layout.grid.ranks[inbox.source]
-            nbytes = sum(block.values.nbytes for block in blocks)
-            recorder().add(PUSH, begin, unit=unit.name, peer=source, nbytes=nbytes, lane="server")
+            inbox.finish(unit, blocks, begin)
             found = True
         return found
 
@@ -97,13 +93,13 @@ class Service:
         grid = self.layout.grid
         if loss.rank not in grid.ranks or (member := grid.ranks.index(loss.rank)) == grid.me:
             return
+        peer = self.layout.peer(member)
         if grid.is_remote(member):
             concerned = member in grid.partners and self._links is not None and not self._links.will_report(member)
         else:
-            concerned = self.layout.peer(member).attached and not self.layout.peer(member).board.load(Word.LEFT)
+            concerned = peer.attached and not peer.board.load(Word.LEFT)
         if not concerned:
             return
-        peer = self.layout.peer(member)
         board = peer.board
         reason = loss.text(f" in epoch {board.load(Word.PUBLISHED)} (done with {board.load(Word.DONE)})")
         if grid.is_remote(member):  # ranks of this host to which this rank is not attached see it in the mirror
