@@ -79,6 +79,18 @@ class Bare:
                 dist.reduce_scatter_tensor(self._sum, self._whole)
 
 
+def settings_of(arm: str) -> Settings:
+    """Of an arm of odc. Ranks are those of the tests, where settings check the protocol unless they say otherwise."""
+    return Settings(
+        engine="nixl" if "nixl" in arm else "sockets",
+        sums_dtype="bfloat16" if "bf16" in arm else "accumulator",
+        prefetch=0 if "inline" in arm else 1,
+        push_overlap="inline" not in arm,
+        trace=False,
+        check_protocol=False,
+    )
+
+
 class Sharded:
     """A model under FSDP2 or odc."""
 
@@ -91,16 +103,7 @@ class Sharded:
         options: dict[str, Any] = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
         shard: Callable[..., Any] = fsdp2
         if self.on_demand:
-            shard, options["settings"] = (
-                fully_shard,
-                Settings(
-                    engine="nixl" if "nixl" in arm else "sockets",
-                    sums_dtype="bfloat16" if "bf16" in arm else "accumulator",
-                    prefetch=0 if "inline" in arm else 1,
-                    push_overlap="inline" not in arm,
-                    trace=False,
-                ),
-            )
+            shard, options["settings"] = fully_shard, settings_of(arm)
         for layer in (*layers, self._model):
             shard(layer, **options)
 

@@ -11,15 +11,16 @@ from odc.settings import Settings
 
 if TYPE_CHECKING:
     from odc.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, minibatch, shutdown
+    from odc.recovery import Recovery
 else:
     # Hidden from type checkers, which would think that a module with __getattr__ has every name.
     def __getattr__(name: str) -> object:
         """The public names that need torch (PEP 562); AttributeError for any other."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from odc import fsdp
+        from odc import fsdp, recovery
 
-        value = globals()[name] = getattr(fsdp, name)
+        value = globals()[name] = getattr(recovery if name == "Recovery" else fsdp, name)
         return value
 
 
@@ -30,6 +31,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OdcError",
     "OffloadPolicy",
+    "Recovery",
     "Settings",
     "__version__",
     "fully_shard",

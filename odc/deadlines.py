@@ -21,6 +21,9 @@ STORE_DEATH_S, STORE_DEATH_POLL_S = (
     0.01,
 )  # for the death of the store's host to show once a call has failed
 
+# Recovery.
+LOSS_SHOWS_S, LOSS_POLL_S = 5.0, 0.01  # for the end of a rank to show, after an error that may be its consequence
+
 # Messages through the job's store.
 MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S = 2e-4, 2e-2  # between two checks for what a member sends or takes
 MAIL_TICK_S = 0.2  # between two reports of progress

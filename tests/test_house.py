@@ -30,7 +30,7 @@ FLOORS = (
     frozenset({"hosts"}),
     frozenset({"runtime"}),
     frozenset({"dispatch", "eval", "fsdp"}),
-    frozenset({"handover", "split"}),
+    frozenset({"handover", "recovery", "split"}),
     frozenset({"bench", "doctor", "experiments", "integrations", "simulate"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
@@ -55,6 +55,7 @@ MAY_IMPORT = {
     "eval": frozenset({"net"}),
     "fsdp": frozenset({"memory", "movers", "net", "protocol", "runtime", "trace"}),
     "handover": frozenset({"fsdp", "memory", "net", "protocol", "runtime"}),
+    "recovery": frozenset({"fsdp", "memory", "net"}),
     "split": frozenset({"balance", "fsdp", "net", "protocol", "runtime", "trace"}),
     "bench": WORK,
     "doctor": frozenset({"fsdp", "memory", "movers", "net", "protocol", "runtime"}),
@@ -63,7 +64,7 @@ MAY_IMPORT = {
     "simulate": frozenset({"arms", "balance"}),
     "cli": WORK | FLOORS[7],
     "__main__": frozenset({"cli"}),
-    "odc": frozenset({"fsdp"}),  # odc/__init__.py
+    "odc": frozenset({"fsdp", "recovery"}),  # odc/__init__.py
 }
 
 

@@ -108,6 +108,10 @@ class JobConfig:
     timeout_s: float = field(
         default=600.0, metadata=option("Seconds to wait for a rank without progress.", _RUNTIME, "--timeout")
     )
+    recover: int = field(
+        default=0,
+        metadata=option("Deaths of ranks to survive, each at the price of a step; 0: the first ends it.", _RUNTIME),
+    )
     slow: str | None = field(
         default=None,
         metadata=option(
@@ -140,6 +144,8 @@ class JobConfig:
             raise ConfigError("save_every needs an output folder (--output)")
         if self.slow is not None and self.device != "cpu":
             raise ConfigError("slow emulates a slower processor; it says nothing about a CUDA device")
+        if self.recover and (self.device != "cpu" or self.arm not in ("odc", "odc-equal", "odc-dynamic")):
+            raise ConfigError(f"recover is for arms odc, odc-equal and odc-dynamic on the cpu, not {self.arm}")
         self.slowed()
         self._check_nodes()
 

@@ -6,8 +6,8 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,7 @@ from odc.experiments.progress import Progress
 from odc.experiments.results import JobResult, SkippedStep, StepRecord
 from odc.experiments.workload import Workload
 from odc.fsdp import shutdown
+from odc.recovery import Recovery
 from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, WINDOW, Span, breakdown, rank_file, recorder, save_spans
 
 _CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def launch_ranks(workload: Workload[Any], team: HostTeam | None = None, run: int
     """`run` without the checks. With `team`, which calls it for run `run` on every host, this host's ranks only."""
     if team is not None:
         return team.launch(run, _launched_rank, workload)
-    return launch(_launched_rank, workload, ranks=workload.job.ranks)
+    return launch(_launched_rank, workload, ranks=workload.job.ranks, restarts=workload.restarts)
 
 
 def _launched_rank(workload: Workload[Any]) -> Any:
@@ -63,22 +64,32 @@ def run_rank(workload: Workload[Any]) -> Any:
     workload.check()  # before the ranks meet, so before any has written
     job = workload.job
     with (
-        rank_group(job.ranks, job.timeout_s, devices.backend(workload.device, job.ranks)),
+        rank_group(
+            job.ranks, job.timeout_s, devices.backend(workload.device, job.ranks), workload.restarts
+        ) as recovery,
         closing(Progress(job.steps, workload.title, shown=workload.shown and dist.get_rank() == 0)) as progress,
     ):
-        return RankJob(workload, progress, devices.take_device(workload.device, job.ranks)).run()
+        device = devices.take_device(workload.device, job.ranks)
+        return RankJob(workload, progress, device, recovery).run()
 
 
 @contextmanager
-def rank_group(ranks: int, timeout_s: float, backend: str = "gloo") -> Iterator[None]:
+def rank_group(ranks: int, timeout_s: float, backend: str = "gloo", restarts: int = 0) -> Iterator[Recovery | None]:
     """The process group of `ranks`, in a process that has the environment of `torchrun`; sets torch's threads.
 
     Every rank enters it. A clean exit waits for every other rank; after an error the group is taken down at once.
+    Where ranks that end are started again, there is a `Recovery`.
     """
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    with Recovery(rejoin_s=timeout_s) if restarts else nullcontext() as recovery:
+        if recovery is None:
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        yield from _until_all_are_done(recovery)
+
+
+def _until_all_are_done(recovery: Recovery | None) -> Iterator[Recovery | None]:
     try:
-        yield
+        yield recovery
         dist.barrier()  # no rank takes the group down while another still writes
     finally:
         shutdown()
@@ -91,11 +102,21 @@ class RankJob:
     All ranks build theirs together. A step's spans are dropped once measured, unless the job stores them.
     """
 
-    def __init__(self, workload: Workload[Any], progress: Progress, device: torch.device = _CPU) -> None:
+    def __init__(
+        self,
+        workload: Workload[Any],
+        progress: Progress,
+        device: torch.device = _CPU,
+        recovery: Recovery | None = None,
+    ) -> None:
         from transformers.utils import logging as messages
 
         self.workload, self.progress, self.device, self.rank = workload, progress, device, dist.get_rank()
+        self.recovery = recovery
         self.held: int | None = None
+        self.records: list[StepRecord] = []
+        self.skipped: list[SkippedStep] = []
+        self._clock: CommonClock | None = None
         self.saved: Path | None = None
         self.spans: list[Span] = []
         recorder().set_rank(self.rank)
@@ -107,7 +128,13 @@ class RankJob:
         devices.trim()
         self.baseline = devices.held_bytes(device)
         self.trainer.build()
-        self.clock = CommonClock()
+
+    @property
+    def clock(self) -> CommonClock:
+        """The ranks meet to make it when they first need it, and again after a recovery."""
+        if self._clock is None:
+            self._clock = CommonClock()
+        return self._clock
 
     def run(self) -> Any:
         on_demand = arm_named(self.workload.job.arm).on_demand
@@ -116,40 +143,58 @@ class RankJob:
             return self._run()
 
     def _run(self) -> JobResult[Any]:
-        job, first = self.workload.job, self._resume()
-        records: list[StepRecord] = []
-        skipped: list[SkippedStep] = []
+        job, first, recovery = self.workload.job, self._resume(), self.recovery
         self.trainer.start(first)
         recorder().clear()
         self.progress.phase(f"step {first + 1}")
-        for number in range(first, job.steps):
-            if (number - first) % _ALIGN_EVERY == 0:
-                self.clock.align()
-            record = self.trainer.step(number, self._probe if self.held is None else None)
-            bubble = self._bubble()
-            if isinstance(record, SkippedStep):
-                skipped.append(record)
-            else:
-                record = replace(record, bubble=bubble, valid_loss=self.trainer.validate(number + 1))
-                recorder().clear()
-                records.append(record)
-            self._report(record)
-            if number == first:
-                with contextlib.suppress(OSError):  # where this is not allowed, the peak is that since the start
-                    devices.reset_peak(self.device)
-            done = number + 1
-            if self.workload.folder is not None and (
-                done == job.steps or (job.save_every and done % job.save_every == 0)
-            ):
-                self._save(self.workload.folder, done)
+        steps: Iterable[int] = range(first, job.steps)
+        if recovery is not None:
+            recovery.protect(self.trainer.model, self.trainer.optimizer, first=first, job=self)
+            steps = recovery.steps(job.steps)
+        for number in steps:
+            with nullcontext() if recovery is None else recovery.attempt():
+                self._step(number, first)
         peak = devices.peak_bytes(self.device)
         if job.spans is not None:
             save_spans(rank_file(job.spans, self.rank), self.spans)
         self.trainer.finish()
         saved = str(self.saved) if self.saved else None
         return self.trainer.result(  # type: ignore[no-any-return]
-            JobResult(self.rank, records, peak, self.held, self.baseline, saved, skipped, self.clock.host)
+            JobResult(self.rank, self.records, peak, self.held, self.baseline, saved, self.skipped, self.clock.host)
         )
+
+    def _step(self, number: int, first: int) -> None:
+        """One step, its report, and a checkpoint where one is due."""
+        job, done = self.workload.job, number + 1
+        if (number - first) % _ALIGN_EVERY == 0:
+            self.clock.align()
+        record = self.trainer.step(number, self._probe if self.held is None else None)
+        bubble = self._bubble()
+        if isinstance(record, SkippedStep):
+            self.skipped.append(record)
+        else:
+            record = replace(record, bubble=bubble, valid_loss=self.trainer.validate(done))
+            recorder().clear()
+            self.records.append(record)
+        self._report(record)
+        if number == first:
+            with contextlib.suppress(OSError):  # where this is not allowed, the peak is that since the start
+                devices.reset_peak(self.device)
+        if self.workload.folder is not None and (done == job.steps or (job.save_every and done % job.save_every == 0)):
+            self._save(self.workload.folder, done)
+
+    # what is kept, beside model and optimizer, in a job that survives deaths
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trainer": self.trainer.state(), "records": self.records, "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.restore(state["trainer"])
+        self.records, self.skipped, self._clock = state["records"], state["skipped"], None
+        recorder().clear()
+        done = max((record.step for record in (*self.records, *self.skipped)), default=0)
+        if self.workload.log is not None and self.rank == 0:
+            _drop_after(self.workload.log, done)
 
     def _resume(self) -> int:
         resume, log = self.workload.job.resume, self.workload.log

@@ -6,6 +6,7 @@ need (`odc.ranks`): a second launch starts in a second. They end with this proce
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistN
 _PRELOADED = ("odc.experiments.job", "odc.experiments.text.step", "odc.fsdp", "transformers.modeling_utils")
 _FOREVER_S = 10 * 365 * 24 * 3600.0
 _DEATH = "the process"  # begins the message for a rank that ended without one of its own
+_log = logging.getLogger(__name__)
 _GRACE_S = 1.0  # for the other ranks to send what they saw, once one has failed
 
 
@@ -42,6 +44,7 @@ class LaunchSite:
     port: int
     host: int = 0
     hosts: int = 1
+    restarts: int = 0  # of ranks that have ended
 
     def environment(self, rank: int) -> dict[str, str]:
         """What `torchrun` would set for a rank."""
@@ -56,23 +59,33 @@ class LaunchSite:
             "MASTER_PORT": str(self.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": str(self.restarts),
             "TORCHELASTIC_RUN_ID": f"odc-{self.port}",
         }
 
 
-def launch(entry: Callable[..., Any], *args: Any, ranks: int, site: LaunchSite | None = None) -> list[Any]:
+def launch(
+    entry: Callable[..., Any], *args: Any, ranks: int, site: LaunchSite | None = None, restarts: int = 0
+) -> list[Any]:
     """Runs `entry(*args)` in `ranks` new processes, or in those of `site`; returns what each returned, in rank order.
 
     `entry` must be a module-level function; `args` and results must pickle. Blocks until all ranks have ended; on
     return or raise none lives. Raises `JobFailedError` when a rank raises or dies.
+
+    So often as `restarts` says, a new process takes the place of a rank that raises or dies, for an `entry` that goes
+    on from what the other ranks hold (docs/recovery.md).
     """
     server = start_server()
     if site is None:
         store = host_store()  # it is there until this function returns
-        site = LaunchSite(range(ranks), ranks, "127.0.0.1", store.port)
+        site = LaunchSite(range(ranks), ranks, "127.0.0.1", store.port, restarts=restarts)
     processes = RankProcesses(server, site.ranks, environment=site.environment, once=True, quiet=True)
     try:
         processes.send(task(entry, *args))
+        for left in range(restarts, 0, -1):
+            if processes.answers(_FOREVER_S, 0.0):
+                break
+            _replace(processes, left)
         if processes.answers(_FOREVER_S, _GRACE_S):
             processes.ended(_FOREVER_S)
         failures = _failures(processes.outcomes)
@@ -82,6 +95,16 @@ def launch(entry: Callable[..., Any], *args: Any, ranks: int, site: LaunchSite |
         return [outcome.value for outcome in processes.outcomes]
     finally:
         processes.close()
+
+
+def _replace(processes: RankProcesses, left: int) -> None:
+    """Starts a process for the first rank that has failed, once its own has ended; `left` restarts may be made."""
+    failed = next(outcome for outcome in processes.outcomes if outcome.failed)
+    while failed.exit_code is None:
+        processes.receive(0.5)
+    ((rank, why),) = _failures([failed])
+    _log.warning("rank %d has ended: %s; a new process takes its place (%d restarts left)", rank, why, left - 1)
+    processes.replace(rank)
 
 
 def start_server() -> ForkServer:

@@ -84,6 +84,7 @@ class Workload(ABC, Generic[C]):
     default_arms: ClassVar[tuple[str, ...]]
     device = "cpu"
     shown = True  # whether rank 0 shows progress
+    restarts = 0  # processes that may be started in place of ranks that have ended
     windows = 1  # minibatches, so marked windows, of one step
     drawn_windows = 2  # in a row, in the picture of a comparison
 

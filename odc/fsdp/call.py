@@ -111,7 +111,7 @@ def fully_shard(
         one.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
         one.register_load_state_dict_pre_hook(_before_load)
     register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), dist.get_rank(), settings)
-    _join_job(dist.get_rank(), settings)
+    join_job(dist.get_rank(), settings)
     return module
 
 
@@ -125,9 +125,10 @@ def _watch_exit() -> None:
         hooks.watch_exit(compat.default_store(), dist.get_rank())
 
 
-def _join_job(rank: int, settings: Settings | None) -> None:
-    """What a process needs from its first sharded module on."""
+def join_job(rank: int, settings: Settings | None) -> None:
+    """What a process needs from its first sharded module on, and again in each new process group."""
     global _joined, _at_exit
+    _watch_exit()
     server, store = daemon(rank), compat.default_store()
     if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
         announce_process(JobStore(store, (settings or Settings()).timeout_s, rank), rank)

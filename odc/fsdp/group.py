@@ -110,6 +110,14 @@ class OdcParamGroup(FetchedGroup):
         if self.odc_root is None:
             self.odc_find_root(self)
 
+    def forget_root(self) -> None:
+        """As before the first use: the next one builds a root."""
+        self.odc_root = self.odc_fetch = None
+        self.odc_params = []
+        self.odc_needed_now = False
+        for name in ("odc_unit", "odc_fetcher", "odc_minibatch"):
+            self.__dict__.pop(name, None)
+
 
 def adopt(
     group: compat.FSDPParamGroup, find_root: Callable[[OdcParamGroup], object], node_size: int = 0
@@ -117,11 +125,8 @@ def adopt(
     """Turn one of torch's groups into an on-demand one, in place; `find_root` is asked at its first use."""
     group.__class__ = OdcParamGroup
     adopted: Any = group
-    adopted.odc_root = None
     adopted.odc_find_root = find_root
     adopted.odc_node_size = node_size
-    adopted.odc_params = []
     adopted.odc_trained = [param.parameter.requires_grad for param in params_of(group)]
-    adopted.odc_fetch = None
-    adopted.odc_needed_now = False
+    adopted.forget_root()
     return adopted  # type: ignore[no-any-return]

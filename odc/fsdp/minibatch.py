@@ -239,6 +239,16 @@ class Minibatch:
         elif self._iteration.forward_cut_short():
             self._iteration.reset(self._groups)
 
+    def leave(self) -> None:
+        """This rank leaves the job, and its modules stay: what the open minibatch holds of it is given up.
+
+        Outside of a backward, once the job is aborted, so that no fetch or push still waits for a peer.
+        """
+        self._iteration.reset(self._groups)
+        self._set(RootState.FAILED)
+        if self.current.window is not None:
+            self.current.window.cancel()
+
     def left_unfinished(self) -> str:
         """For the peers of a rank that shuts down now: the failed backward that it has not reported, or nothing."""
         return (

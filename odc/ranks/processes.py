@@ -227,24 +227,41 @@ class RankProcesses:
         self._channels: list[Connection] = []
         self.outcomes: list[RankOutcome] = []
         main = _main_module()
+
+        def start(i: int, rank: int) -> tuple[RankOutcome, Connection]:
+            hello = Hello(rank, group, environment(rank), once, whole_end, quiet, main)
+            out, err = (1, 2) if outputs is None else (outputs[i], outputs[i])
+            pid, channel = server.fork(hello, out, err)
+            return RankOutcome(rank, pid), channel
+
+        self._start, self._sent = start, [b""] * len(ranks)
         try:
             for i, rank in enumerate(ranks):
-                hello = Hello(rank, group, environment(rank), once, whole_end, quiet, main)
-                out, err = (1, 2) if outputs is None else (outputs[i], outputs[i])
-                pid, channel = server.fork(hello, out, err)
+                outcome, channel = start(i, rank)
                 self._channels.append(channel)
-                self.outcomes.append(RankOutcome(rank, pid))
+                self.outcomes.append(outcome)
         except BaseException:
             self.close()
             raise
 
     def send(self, *messages: bytes) -> None:
         """Gives every rank its next task: its own message, or the only one."""
-        each = messages * len(self.outcomes) if len(messages) == 1 else messages
-        for outcome, channel, message in zip(self.outcomes, self._channels, each, strict=True):
-            outcome.answered, outcome.error, outcome.value = False, None, None
-            with contextlib.suppress(OSError):  # a dead rank: its exit code shows it
-                channel.send_bytes(message)
+        self._sent = list(messages * len(self.outcomes) if len(messages) == 1 else messages)
+        for i in range(len(self.outcomes)):
+            self._give(i)
+
+    def _give(self, i: int) -> None:
+        outcome = self.outcomes[i]
+        outcome.answered, outcome.error, outcome.value = False, None, None
+        with contextlib.suppress(OSError):  # a dead rank: its exit code shows it
+            self._channels[i].send_bytes(self._sent[i])
+
+    def replace(self, rank: int) -> None:
+        """Starts a new process for a rank whose own has ended, and gives it the task that was sent last."""
+        (i,) = (i for i, outcome in enumerate(self.outcomes) if outcome.rank == rank)
+        self._channels[i].close()
+        self.outcomes[i], self._channels[i] = self._start(i, rank)
+        self._give(i)
 
     def receive(self, timeout: float) -> None:
         """Takes in what ranks send, and exits, until something came or `timeout` is over."""

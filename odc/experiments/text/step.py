@@ -279,6 +279,7 @@ class TextWorkload(Workload[JobConfig]):
         super().__init__(config, config, config.label or "odc train", config.output)
         self.device = config.device
         self.keeps |= config.export is not None
+        self.restarts = config.recover
 
     def check_arm(self) -> None:
         check_arm(self.config, self.config.arm)

@@ -1,0 +1,70 @@
+"""A process group that is made again under sharded modules that stay: the private torch names that takes.
+
+FSDP keeps process groups beside the names of a mesh, and a mesh has a registry of them; both hold a group's sockets.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from odc.errors import UnsupportedError
+from odc.fsdp._torch_compat import FSDPParamGroup
+
+_GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
+
+for _owner, _name in ((DeviceMesh, "_get_root_mesh"), (distributed_c10d, "_resolve_process_group")):
+    if not hasattr(_owner, _name):
+        raise ImportError(f"odc supports torch 2.11 to 2.15; torch {torch.__version__} lacks {_name}")
+for _name in ("_pg_registry", "_dim_group_names"):
+    if _name not in inspect.getsource(DeviceMesh):
+        raise ImportError(f"odc supports torch 2.11 to 2.15; torch {torch.__version__} lacks DeviceMesh.{_name}")
+
+
+def refuse_other_groups(groups: Iterable[FSDPParamGroup]) -> None:
+    """UnsupportedError if units are sharded over other ranks than those of the default process group, in its order."""
+    for mesh in _meshes(groups):
+        ranks = mesh.mesh.flatten().tolist()
+        if mesh.ndim != 1 or ranks != list(range(dist.get_world_size())):
+            raise UnsupportedError(
+                f"recovery is for models sharded over all ranks of the job, on a 1-D mesh; this mesh is {mesh}"
+            )
+
+
+def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
+    """Destroy the default process group, and all that the units hold of it."""
+    groups = list(groups)
+    for info in _infos(groups):
+        for name in _GROUPS:
+            if hasattr(info, name):
+                setattr(info, name, None)
+    for mesh in _meshes(groups):
+        mesh._pg_registry.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def take_groups(groups: Iterable[FSDPParamGroup]) -> None:
+    """Give the units the default process group that was made since `drop_groups`."""
+    groups = list(groups)
+    for mesh in _meshes(groups):
+        for name in mesh._dim_group_names:
+            mesh._pg_registry[name] = distributed_c10d._resolve_process_group(name)
+    for info in _infos(groups):
+        info.shard_process_group = info.mesh.get_group(info.shard_mesh_dim)
+
+
+def _infos(groups: Iterable[FSDPParamGroup]) -> list[Any]:
+    return list({id(group.mesh_info): group.mesh_info for group in groups}.values())
+
+
+def _meshes(groups: Iterable[FSDPParamGroup]) -> list[Any]:
+    found = [info.mesh for info in _infos(groups)]
+    found += [mesh._get_root_mesh() for mesh in found]
+    return list({id(mesh): mesh for mesh in found}.values())

@@ -1,0 +1,65 @@
+"""Leaving a job whose modules will be used again, in the next generation of the same job (docs/recovery.md).
+
+`odc.shutdown` is for the end: modules cannot be run after it. Here they keep their parameters, and the root is built
+anew when they are next used.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from odc.deadlines import STORE_ENDING_S
+from odc.fsdp import _torch_compat as compat
+from odc.fsdp import _torch_groups
+from odc.fsdp.call import join_job, shutdown
+from odc.fsdp.group import OdcParamGroup
+from odc.fsdp.root import live_roots
+from odc.fsdp.root_layout import registered
+from odc.net import JobStore, announce_failure
+from odc.protocol import Word
+
+
+def sharded_groups(model: nn.Module) -> list[OdcParamGroup]:
+    """The units of a model, whose root may not be built yet."""
+    states = [compat.state_of(module) for module in model.modules() if isinstance(module, compat.FSDPModule)]
+    found = dict.fromkeys(group for state in states for group in compat.groups_of_state(state))
+    return [group for group in found if isinstance(group, OdcParamGroup)]
+
+
+def refuse_groups(model: nn.Module) -> None:
+    """UnsupportedError if a model is sharded such that its process groups cannot be made again."""
+    _torch_groups.refuse_other_groups(sharded_groups(model))
+
+
+def job_aborted() -> bool:
+    """Whether a root of this process has learned that its job is over."""
+    return any(root.member.protocol.board.load(Word.ABORT) for root in live_roots())
+
+
+def leave_generation(models: list[nn.Module], reason: str, culprit: int) -> None:
+    """Give the open minibatch up, abort and shut down all roots, and destroy the process group.
+
+    On the rank's main thread, outside of forward and backward, with no error being handled. Waits for no rank.
+    """
+    store = JobStore(compat.default_store(), STORE_ENDING_S, dist.get_rank())
+    for root in live_roots():
+        root.member.protocol.abort(reason, culprit)
+        root.minibatch.leave()
+    announce_failure(store, reason, culprit)  # for ranks that attach to no heap any more
+    shutdown()
+    groups = [group for model in models for group in sharded_groups(model)]
+    for group in groups:
+        group.forget_root()
+    _torch_groups.drop_groups(groups)
+
+
+def enter_generation(models: list[nn.Module]) -> None:
+    """Take the default process group that was made since; calls no collective."""
+    groups = [group for model in models for group in sharded_groups(model)]
+    _torch_groups.take_groups(groups)
+    calls = [
+        registered(module) for model in models for module in model.modules() if isinstance(module, compat.FSDPModule)
+    ]
+    settings = next((call.settings for call in calls if call.settings is not None), None)
+    join_job(dist.get_rank(), settings)

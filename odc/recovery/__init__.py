@@ -1,0 +1,5 @@
+"""A killed rank costs one minibatch, not a job. Begin with `recovery`."""
+
+from odc.recovery.recovery import Recovery
+
+__all__ = ["Recovery"]

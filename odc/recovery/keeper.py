@@ -1,0 +1,61 @@
+"""A process that holds the slots of a host's ranks and does nothing else, for launchers that restart all of them.
+
+`torchrun` ends every rank of a host when one has ended. The keeper is started by a rank, inherits the descriptors of
+all slots there, and so holds them from its first moment on. It ends with the launcher, when the job is over, when the
+next generation has one of its own, or once its ranks have been gone for too long.
+
+This file is also its program, which imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+
+
+def start(fds: list[int], ranks: list[int], patience_s: float) -> subprocess.Popen[bytes]:
+    """Start a keeper of these descriptors, which has them under the same numbers. Does not wait.
+
+    `ranks` are the process ids of the host's ranks; the launcher is this process's parent.
+    """
+    given = json.dumps([patience_s, os.getppid(), ranks])
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, given],
+        pass_fds=fds,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a launcher ends a rank's session, too
+        cwd="/",
+    )
+
+
+def keep(patience_s: float, launcher: int, ranks: list[int]) -> None:
+    """Return when the launcher has ended, or all ranks have and `patience_s` have gone by."""
+    poll = select.poll()
+    launching = _opened(launcher)
+    alive = {fd for pid in ranks if (fd := _opened(pid)) >= 0}
+    for fd in (launching, *alive):
+        poll.register(fd, select.POLLIN)
+    while launching >= 0:
+        found = {fd for fd, _ in poll.poll(None if alive else 1000 * patience_s)}
+        if launching in found or not found:
+            return
+        for fd in found & alive:
+            poll.unregister(fd)
+        alive -= found
+
+
+def _opened(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends; -1 if it has."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return -1
+
+
+if __name__ == "__main__":
+    keep(*json.loads(sys.argv[1]))

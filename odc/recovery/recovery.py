@@ -1,0 +1,301 @@
+"""A rank that is killed costs one minibatch: `Recovery` keeps the state, meets again, and goes back to what was kept.
+
+    recovery = odc.Recovery()                        # instead of torch.distributed.init_process_group
+    ...                                              # build model and optimizer, as always
+    recovery.protect(model, optimizer, scheduler=scheduler)
+    for step in recovery.steps(1000):
+        with recovery.attempt():                     # one minibatch and its optimizer step
+            train(step)
+
+Whoever started the ranks starts a process for a rank that has ended, with the same environment; it runs the program
+from its beginning and takes its place at the step where the others are. docs/recovery.md says why that is exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, STORE_LEAST_S, Deadline
+from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
+from odc.fsdp import default_store
+from odc.fsdp.rejoin import enter_generation, job_aborted, leave_generation, refuse_groups
+from odc.net import JobStore, announce_process
+from odc.recovery import keeper
+from odc.recovery.generations import PREFIX, GenerationOver, Generations, Held, newest_common
+from odc.recovery.slots import Slots
+from odc.recovery.state import Stateful, TrainingState
+
+_log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """The rank's place in a job that survives deaths. Constructing it makes the default process group.
+
+    On the main thread; every method but `attempt` waits for other ranks. The environment is torchrun's (RANK,
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT), with a store that outlives every rank: the launcher hosts it.
+
+    Args:
+        store: a `torch.distributed.Store` that no rank hosts; None makes a client of the launcher's.
+        rejoin_s: seconds to wait for a rank to meet the others, a replacement for one that has ended among them.
+        every: keep each so many steps; a death costs as many minibatches.
+
+    Raises:
+        ConfigError: torchrun's variables are missing, or arguments that mean nothing.
+        UnsupportedError: there is a process group already, or rank 0 hosts the store.
+        WaitTimeoutError: a rank did not come within `rejoin_s`.
+        OdcError: the job is over.
+    """
+
+    def __init__(self, store: Any = None, *, rejoin_s: float = 300.0, every: int = 1) -> None:
+        if every < 1 or rejoin_s <= 0:
+            raise ConfigError(f"every={every} must be 1 or more, rejoin_s={rejoin_s} more than 0")
+        if dist.is_initialized():
+            raise UnsupportedError("there is a process group already; odc.Recovery() makes it, before anything else")
+        self.rank, self.world = _place()
+        self._store = store or _launchers_store(rejoin_s)
+        self._every = every
+        self._generations = Generations(self._store, self.rank, self.world, rejoin_s)
+        self._held: dict[int, Slots] = {}  # by rank, this one's own too
+        self._trained: TrainingState | None = None
+        self.step = self._first = 0  # steps that are done, also when the program began
+        self.recoveries = 0  # that this process has lived through
+        self._rejoin_s = rejoin_s
+        self._keeper: subprocess.Popen[bytes] | None = None
+        # gloo else connects to every rank when a group is made, in a wait that nothing can end.
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+        self._agreed = self._meet()
+
+    @property
+    def generation(self) -> int:
+        """How many sets of processes the job has had before this one."""
+        return self._generations.generation
+
+    def protect(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        first: int = 0,
+        **others: Stateful,
+    ) -> None:
+        """Keep these from now on; in a process that takes another's place, load what that one has kept.
+
+        Once, after `fully_shard` and the optimizer, when model and optimizer are as they are at the job's beginning:
+        loaded from the checkpoint of step `first`, for instance. `others` are what else a step changes: schedulers,
+        data loaders, your own counters. The states of torch's, numpy's and Python's global generators are kept too.
+
+        Raises ConfigError in a replacement whose model differs, UnsupportedError for another mesh than a 1-D one over
+        all ranks or a model that is not on the CPU, HeapMemoryError without memory.
+        """
+        if self._trained is not None:
+            raise ConfigError("protect() is called once")
+        models = [model] if isinstance(model, nn.Module) else list(model)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        for one in models:
+            refuse_groups(one)
+            if any(parameter.device.type != "cpu" for parameter in one.parameters()):
+                raise UnsupportedError("recovery is for models on the CPU so far")
+        self._trained = TrainingState(models, optimizers, others)
+        self._first = self.step = first
+        if self._agreed is None:
+            self._generations.begin_at(first)
+            self._keep()
+        else:
+            self._restore(self._agreed)
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The numbers of the steps to be done, from where the job is; one comes again that was not finished.
+
+        Ends when every rank has kept the last one.
+        """
+        while True:
+            while self.step < total:
+                yield self.step
+            try:
+                self._generations.finish()
+                self._end_keeper()
+                return
+            except GenerationOver:
+                self._recover("a rank has ended after its last step", self.rank)
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """One step. If its block ends, the step is counted and kept. If a rank is lost in it, all ranks go back.
+
+        Does not raise then: returns once the ranks have met again and the last kept state is restored. Any other error
+        leaves it, and ends the job unless a replacement is started for this rank.
+        """
+        if self._trained is None:
+            raise ConfigError("protect() must be called before attempt()")
+        lost = None
+        try:
+            yield
+            self.step += 1
+            if self.step % self._every == 0:
+                self._keep()
+        except RuntimeError as error:
+            if not self._is_loss(error):
+                raise
+            lost = f"{type(error).__name__}: {error}", getattr(error, "culprit", None)
+            # The frames hold the root, and it the heap, which must be gone before the next one is made.
+            traceback.clear_frames(error.__traceback__)
+        if lost is not None:
+            reason, culprit = lost
+            self._recover(reason, self.rank if culprit is None else culprit)
+
+    def close(self) -> None:
+        """Let go of all kept states. The process group stays."""
+        for slots in self._held.values():
+            slots.close()
+        self._held = {}
+        self._generations.close()
+
+    def __enter__(self) -> Recovery:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self.close()
+
+    # keeping and restoring ---------------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> TrainingState:
+        assert self._trained is not None
+        return self._trained
+
+    def _keep(self) -> None:
+        self._held[self.rank].write(self.step, *self._state.take())
+
+    def _restore(self, step: int) -> None:
+        own = self._held[self.rank]
+        own.forget_after(step)
+        self._state.put(*own.read(step))
+        self.step = step
+
+    # losing a rank ---------------------------------------------------------------------------------------------
+
+    def _is_loss(self, error: RuntimeError) -> bool:
+        """Whether the end of another rank is behind an error, and not a mistake in this one."""
+        if isinstance(error, OdcError):
+            return isinstance(error, PeerLostError) and error.culprit not in (None, self.rank)
+        deadline = Deadline(LOSS_SHOWS_S)  # torch's collectives fail at once, before anything else shows why
+        while not (job_aborted() or self._generations.over()):
+            if deadline.passed():
+                return False
+            time.sleep(LOSS_POLL_S)
+        return True
+
+    def _recover(self, reason: str, culprit: int) -> None:
+        """Meet again and go back to the newest step that every rank has kept."""
+        self.recoveries += 1
+        _log.warning("rank %d goes back to the last kept step: %s", self.rank, reason)
+        leave_generation(list(self._state.models), reason, culprit)
+        self._generations.leave()
+        agreed = self._meet()
+        enter_generation(list(self._state.models))
+        self._restore(self._first if agreed is None else agreed)
+
+    def _meet(self) -> int | None:
+        """Enter a generation, with a process group; the newest step that all have kept, None at the beginning."""
+        while True:
+            try:
+                self._generations.enter(self._holding)
+                agreed = newest_common(self._generations.presences.values(), self.world, self._generations.first)
+                self._take_own_slots()
+                self._make_group()
+                self._hold_others(self._generations.ready("ready", Held(self._held[self.rank].fds)))
+                self._start_keeper()
+                return agreed
+            except GenerationOver:
+                pass
+            except OSError:  # a holder has ended since it showed what it holds
+                self._generations.leave()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _holding(self) -> dict[int, Held]:
+        kept = self._generations.keeper if self.rank not in self._held else None
+        if kept is not None:
+            with contextlib.suppress(OSError):  # it has ended
+                self._held[self.rank] = Slots.held_by(kept.pid, kept.held[self.rank].fds, self.rank)
+        return {rank: Held(slots.fds, slots.steps()) for rank, slots in self._held.items()}
+
+    def _take_own_slots(self) -> None:
+        """Those that a rank of this host holds of the process whose place this one takes; else new ones."""
+        if self.rank in self._held:
+            return
+        for rank, presence in self._generations.presences.items():
+            if self.rank in presence.held and self._generations.here(rank):
+                self._held[self.rank] = Slots.held_by(presence.pid, presence.held[self.rank].fds, self.rank)
+                return
+        self._held[self.rank] = Slots.create(self.rank)
+
+    def _hold_others(self, owners: dict[int, Held]) -> None:
+        """Hold the slots of all ranks of this host, by way of their owners. It is the same memory as before, if any."""
+        for rank, held in owners.items():
+            if rank != self.rank and self._generations.here(rank):
+                before = self._held.get(rank)
+                self._held[rank] = Slots.held_by(self._generations.presences[rank].pid, held.fds, rank)
+                if before is not None:
+                    before.close()
+
+    def _start_keeper(self) -> None:
+        """On the first rank of a host, where the launcher restarts all ranks: the keeper of this generation."""
+        here = [rank for rank in range(self.world) if self._generations.here(rank)]
+        if self.rank != here[0] or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
+            return
+        before, held = self._generations.keeper, {rank: Held(self._held[rank].fds) for rank in here}
+        pids = [self._generations.presences[rank].pid for rank in here]
+        self._keeper = keeper.start([fd for one in held.values() for fd in one.fds], pids, self._rejoin_s)
+        self._generations.show_keeper(self._keeper.pid, held)
+        if before is not None:
+            with contextlib.suppress(OSError, KeyError):  # it has ended, and its number may be another's
+                Slots.held_by(before.pid, before.held[self.rank].fds, self.rank).close()
+                os.kill(before.pid, signal.SIGKILL)
+
+    def _end_keeper(self) -> None:
+        if self._keeper is not None:
+            self._keeper.kill()
+            self._keeper.wait()
+
+    def _make_group(self) -> None:
+        """The default process group. On the CPU it connects ranks when they first use it, so nothing waits here."""
+        stores: Any = dist
+        store = stores.PrefixStore(f"{PREFIX}{self.generation}", self._store)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
+        # Else the end of a rank before its first `fully_shard` would be noticed by no rank.
+        announce_process(JobStore(default_store(), STORE_LEAST_S, self.rank), self.rank)
+
+
+def _place() -> tuple[int, int]:
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"odc.Recovery needs torchrun's variables RANK and WORLD_SIZE ({error})") from error
+
+
+def _launchers_store(timeout_s: float) -> Any:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UnsupportedError(
+            "rank 0 would host the job's store, which ends with it: start the ranks by a launcher that hosts it "
+            "(torchrun, odc train) or give odc.Recovery(store=...) one that outlives every rank"
+        )
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"odc.Recovery needs torchrun's variables MASTER_ADDR and MASTER_PORT ({error})") from error
+    stores: Any = dist
+    return stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))

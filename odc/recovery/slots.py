@@ -1,0 +1,188 @@
+"""Where a rank keeps its state: two slots of memory that outlive its process, because the ranks of its host hold them.
+
+    slot    words, a page of them | tensors, one after the other | text
+
+A state goes to the slot with the older one: STEP = 0, tensors, text, STEP = 1 + s. So whenever its rank dies, the other
+slot is whole; all ranks finish a step together, so one step is whole on every rank (docs/recovery.md).
+
+A slot is a nameless memory file, so it is gone with the last process that holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Self
+
+import torch
+
+from odc.errors import HeapMemoryError
+from odc.memory import Words, close_after_fork, free_memory, round_up
+from odc.memory.mapping import Mapping
+
+_MARK = 0x0DC5_1075
+_PAGE, _ALIGN, _MIB = 4096, 64, 1 << 20
+
+
+class SlotWord(IntEnum):
+    """Words of a slot, each stored by its rank alone."""
+
+    STEP = 0  # 1 + the step whose state is whole; 0: none. Stored last, and first set to 0
+    TEXT_AT = 1  # bytes from the beginning of the slot
+    TEXT_BYTES = 2
+    MARK = 3  # that this is a slot, and
+    OWNER = 4  # of which rank
+
+
+class StateSlot:
+    """One slot, here or of another process: `fd` belongs to it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._mapped: Mapping | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def word(self, word: SlotWord) -> int:
+        """Read from the descriptor: most holders of a slot never map it."""
+        return int.from_bytes(os.pread(self.fd, 8, 8 * word), "little", signed=True)
+
+    def words(self) -> Words:
+        mapping = self._mapping()
+        return Words(mapping.address, len(SlotWord), mapping)
+
+    def _mapping(self) -> Mapping:
+        if self._mapped is None or self._mapped.nbytes != self.nbytes:
+            self._mapped = Mapping(self.fd, self.nbytes)
+        return self._mapped
+
+    def grow(self, nbytes: int) -> None:
+        """Take memory for `nbytes`; HeapMemoryError if there is none. What the slot holds stays."""
+        before, nbytes = self.nbytes, round_up(nbytes, _PAGE)
+        if nbytes <= before:
+            return
+        free = free_memory()
+        if nbytes - before > free.nbytes:
+            raise HeapMemoryError(
+                f"keeping a rank's state needs {(nbytes - before) / _MIB:.1f} MiB more, but {free.limited_by} leaves "
+                f"{free.nbytes / _MIB:.1f} MiB free"
+            )
+        os.ftruncate(self.fd, nbytes)
+        self._mapping().prefault(fresh=not before)
+
+    def fill(self, tensors: Sequence[torch.Tensor], table: Sequence[tuple[int, ...]], at: int, text: bytes) -> None:
+        mapping = self._mapping()
+        for (start, *shape), tensor in zip(table, tensors, strict=True):
+            if tensor.numel():
+                mapping.tensor(tensor.dtype, start, tensor.numel()).view(shape).copy_(tensor)
+        mapping.tensor(torch.uint8, at, len(text)).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+    def text(self) -> bytes:
+        return os.pread(self.fd, self.word(SlotWord.TEXT_BYTES), self.word(SlotWord.TEXT_AT))
+
+    def view(self, dtype: torch.dtype, start: int, shape: Sequence[int]) -> torch.Tensor:
+        return self._mapping().tensor(dtype, start, torch.Size(shape).numel()).view(torch.Size(shape))
+
+    def close(self) -> None:
+        self._mapped = None
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Slots:
+    """Both slots of one rank. Only the process of that rank may `write`, `read` or `forget`; any holder may look."""
+
+    def __init__(self, fds: Sequence[int]) -> None:
+        self._slots = tuple(StateSlot(fd) for fd in fds)
+        close_after_fork(self)
+
+    @classmethod
+    def create(cls, rank: int) -> Self:
+        """Empty slots of this process's own rank."""
+        made = cls([_memory_file(f"odc.state.{rank}.{i}") for i in range(2)])
+        for slot in made._slots:
+            slot.grow(_PAGE)
+            words = slot.words()
+            words.store(SlotWord.OWNER, rank)
+            words.store(SlotWord.MARK, _MARK)
+        return made
+
+    @classmethod
+    def held_by(cls, pid: int, fds: Sequence[int], rank: int) -> Self:
+        """The slots of `rank` that process `pid` of this host holds as `fds`; OSError if it has ended, or holds others.
+
+        It needs no help of that process, which may be computing.
+        """
+        opened = [os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC) for fd in fds]
+        found = cls(opened)
+        for slot in found._slots:
+            if (slot.word(SlotWord.MARK), slot.word(SlotWord.OWNER)) != (_MARK, rank):
+                found.close()
+                raise OSError(f"process {pid} holds other files than the slots of rank {rank}")
+        return found
+
+    @property
+    def fds(self) -> list[int]:
+        """Descriptors in this process."""
+        return [slot.fd for slot in self._slots]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self._slots)
+
+    def steps(self) -> list[int]:
+        """The steps whose states are whole."""
+        return sorted(step - 1 for slot in self._slots if (step := slot.word(SlotWord.STEP)))
+
+    def write(self, step: int, tensors: Sequence[torch.Tensor], text: bytes) -> int:
+        """Keep the state after `step` in place of the older of the two that are kept; returns its bytes.
+
+        HeapMemoryError without memory for it: then what was kept stays.
+        """
+        table, at = [], _PAGE
+        for tensor in tensors:
+            table.append((at, *tensor.shape))
+            at = round_up(at + tensor.nbytes, _ALIGN)
+        text = pickle.dumps(([(tensor.dtype, *one) for tensor, one in zip(tensors, table, strict=True)], text))
+        for slot in self._slots:  # both, or the memory might run out in the middle of the training
+            slot.grow(at + len(text))
+        slot = min(self._slots, key=lambda one: one.word(SlotWord.STEP))
+        words = slot.words()
+        words.store(SlotWord.STEP, 0)
+        words.fence()  # no byte of the new state is there before the old one has ceased to count
+        slot.fill(tensors, table, at, text)
+        words.store(SlotWord.TEXT_AT, at)
+        words.store(SlotWord.TEXT_BYTES, len(text))
+        words.store(SlotWord.STEP, 1 + step)
+        return at + len(text)
+
+    def read(self, step: int) -> tuple[list[torch.Tensor], bytes]:
+        """The tensors, as views of the slot, and the text that `write` was given for `step`, which must be whole."""
+        (slot,) = (one for one in self._slots if one.word(SlotWord.STEP) == 1 + step)
+        table, text = pickle.loads(slot.text())
+        return [slot.view(dtype, start, shape) for dtype, start, *shape in table], text
+
+    def forget_after(self, step: int) -> None:
+        """What was kept of later steps is of a history that is given up, and must not count in the next recovery."""
+        for slot in self._slots:
+            if slot.word(SlotWord.STEP) > 1 + step:
+                slot.words().store(SlotWord.STEP, 0)
+
+    def close(self) -> None:
+        """Let go of them; the memory stays for as long as another process holds it. Idempotent."""
+        for slot in self._slots:
+            slot.close()
+
+
+def _memory_file(name: str) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with contextlib.suppress(OSError):  # a holder that maps it cannot be hurt by a file that shrinks
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd

@@ -1,0 +1,178 @@
+"""A training state as tensors and a text, and back into the same objects.
+
+It has the local parts of parameters and buffers, all of the optimizers' states, the states of whatever else has
+`state_dict` and `load_state_dict`, and those of the random number generators. Calls no collective.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from odc.errors import ConfigError
+
+
+class Stateful(Protocol):
+    """Schedulers, data loaders, and what a loop has of its own; torch's protocol of the same name."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What one rank trains: everything that a step changes. Objects stay the same when a state is put back."""
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    others: Mapping[str, Stateful]
+
+    def take(self) -> tuple[list[torch.Tensor], bytes]:
+        """Tensors, which share memory with what is trained, and a text with everything else."""
+        named = list(self._named())
+        tensors = [tensor for _, tensor in named]
+        rest = {
+            "names": [name for name, _ in named],
+            "optimizers": [_state_of(optimizer) for optimizer in self.optimizers],
+            "others": {name: other.state_dict() for name, other in self.others.items()},
+            "random": _random_states(),
+        }
+        text = io.BytesIO()
+        _Pickler(text, tensors, self._meshes()).dump(rest)
+        return tensors, text.getvalue()
+
+    @torch.no_grad()
+    def put(self, tensors: Sequence[torch.Tensor], text: bytes) -> None:
+        """Back to a state that `take` gave on the same rank, perhaps in another process. `.grad` is cleared.
+
+        Raises ConfigError where parameters or buffers have other names, shapes or dtypes; nothing is changed then.
+        """
+        rest = _Unpickler(io.BytesIO(text), tensors, self._meshes()).load()
+        mine = list(self._named())
+        kept = tensors[: len(rest["names"])]
+        _refuse_other(mine, list(zip(rest["names"], kept, strict=True)))
+        if rest["others"].keys() != self.others.keys() or len(rest["optimizers"]) != len(self.optimizers):
+            raise ConfigError(
+                f"the kept state has {len(rest['optimizers'])} optimizers and {sorted(rest['others'])}, this process "
+                f"{len(self.optimizers)} and {sorted(self.others)}"
+            )
+        for (_, tensor), value in zip(mine, kept, strict=True):
+            tensor.copy_(value)
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
+        for optimizer, state in zip(self.optimizers, rest["optimizers"], strict=True):
+            _put_back(optimizer, state)
+        for name, other in self.others.items():
+            other.load_state_dict(rest["others"][name])
+        _set_random_states(rest["random"])
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Local parts of parameters and buffers, with their names."""
+        for i, model in enumerate(self.models):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                yield (f"{i}.{name}" if i else name), _local(tensor)
+
+    def _meshes(self) -> list[Any]:
+        """The meshes of all DTensors, in the order of the parameters, which is the same in every process."""
+        parameters = [parameter for model in self.models for parameter in model.parameters()]
+        return list({id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}.values())
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _refuse_other(mine: Sequence[tuple[str, torch.Tensor]], kept: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def described(name: str, tensor: torch.Tensor) -> str:
+        return f"{name}: {tensor.dtype} {list(tensor.shape)}"
+
+    here, there = [described(*one) for one in mine], [described(*one) for one in kept]
+    if here != there:
+        first = next((pair for pair in zip(here, there, strict=False) if pair[0] != pair[1]), None)
+        differs = f"{first[0]} here, {first[1]} there" if first else f"{len(here)} tensors here, {len(there)} there"
+        raise ConfigError(f"the kept state is of another model: {differs}; build the same model in a replacement")
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """As `state_dict`, but without its hooks and without gathering anything: by the number of the parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    known = optimizer.state
+    return {"state": {i: dict(known[p]) for i, p in enumerate(parameters) if p in known}, "groups": groups}
+
+
+def _put_back(optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.state.clear()  # also what came after the kept step
+    for i, state in kept["state"].items():
+        optimizer.state[parameters[i]] = state
+    for group, values in zip(optimizer.param_groups, kept["groups"], strict=True):
+        for key, value in values.items():
+            if isinstance(group.get(key), torch.Tensor):  # a learning rate that others refer to
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def _random_states() -> dict[str, Any]:
+    numpy = sys.modules.get("numpy")
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
+    }
+
+
+def _set_random_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if states["numpy"] is not None:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+
+
+class _Pickler(pickle.Pickler):
+    """Puts tensors aside, in `tensors`, wherever in a state they are."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], meshes: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._tensors, self._meshes = tensors, meshes
+
+    def persistent_id(self, thing: Any) -> Any:
+        if not isinstance(thing, torch.Tensor):
+            return None
+        self._tensors.append(_local(thing))
+        number, spread = len(self._tensors) - 1, None
+        if isinstance(thing, DTensor):
+            mesh = next(i for i, one in enumerate(self._meshes) if one is thing.device_mesh)
+            spread = mesh, tuple(thing.placements), tuple(thing.shape), tuple(thing.stride())
+        return number, str(thing.device), spread
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes copies of the tensors that a `_Pickler` put aside."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor], meshes: Sequence[Any]) -> None:
+        super().__init__(file)
+        self._tensors, self._meshes = tensors, meshes
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        number, device, spread = pid
+        local = self._tensors[number].clone().to(device)
+        if spread is None:
+            return local
+        mesh, placements, shape, stride = spread
+        return DTensor.from_local(
+            local, self._meshes[mesh], placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )

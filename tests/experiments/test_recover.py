@@ -1,0 +1,44 @@
+"""`odc train --recover`: a job that loses ranks ends as one that does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_job import tiny_job
+
+from odc.errors import ConfigError
+from odc.experiments import launch
+from odc.experiments.job import run
+from odc.experiments.text.step import TextWorkload
+from odc.ranks.processes import RankProcesses
+
+
+def losses(results: list[Any]) -> list[list[float]]:
+    return [[step.loss for step in result.steps] for result in results]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_that_loses_a_rank_has_the_same_steps(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_job(tmp_path, steps=6, reproducible=True)
+    undisturbed = run(TextWorkload(config))
+    log, killed = tmp_path / "out" / "steps.jsonl", []
+
+    class Killing(RankProcesses):
+        def receive(self, timeout: float) -> None:
+            super().receive(min(timeout, 0.01))
+            if not killed and log.exists() and log.read_text().count("\n") >= 2:
+                killed.append(self.kill(rank))
+
+    monkeypatch.setattr(launch, "RankProcesses", Killing)
+    found = run(TextWorkload(config.with_(recover=1, output=str(tmp_path / "out"))))
+    assert killed
+    assert losses(found) == losses(undisturbed)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_arms_that_cannot_recover_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="recover is for arms odc, odc-equal and odc-dynamic"):
+        tiny_job(tmp_path, recover=1, arm="odc-split")

@@ -1,0 +1,167 @@
+"""How ranks meet: threads stand for ranks, in a store of this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odc.errors import OdcError, WaitTimeoutError
+from odc.recovery import generations as module
+from odc.recovery.generations import GenerationOver, Generations, Held, NothingKeptError, Presence, newest_common
+
+HERE = "this host"
+
+
+def presence(held: dict[int, list[int]]) -> Presence:
+    return Presence(1, HERE, {rank: Held([3, 4], steps) for rank, steps in held.items()})
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=5), st.data())
+def test_the_newest_step_of_all_is_agreed(kept: list[tuple[int, bool]], data: st.DataObject) -> None:
+    """Ranks are at step `e` or `e + 1`, as the end of a minibatch has it; some slots are being written."""
+    base = data.draw(st.integers(0, 9))
+    steps = {rank: [base, base + 1] if ahead else [base] for rank, (_, ahead) in enumerate(kept)}
+    holders = [presence({rank: steps[rank] for rank in data.draw(st.sets(st.sampled_from(sorted(steps))))})]
+    holders.append(presence(steps))
+    expected = base + 1 if all(ahead for _, ahead in kept) else base
+    assert newest_common(holders, len(kept), 0) == expected
+
+
+def test_at_the_beginning_there_is_nothing_to_go_back_to() -> None:
+    assert newest_common([presence({}), presence({})], 2, None) is None
+    # Rank 1 builds what it had at the beginning.
+    assert newest_common([presence({0: [30]}), presence({1: []})], 2, 30) is None
+    assert newest_common([presence({0: [30]}), presence({1: [30]})], 2, 30) == 30
+
+
+def test_a_state_that_no_process_holds_any_more_is_named() -> None:
+    with pytest.raises(NothingKeptError, match="rank 0 4 and 5, rank 1 none; no process lives that held the others"):
+        newest_common([presence({0: [4, 5]}), presence({})], 2, 0)
+    with pytest.raises(NothingKeptError, match="rank 0 4, rank 1 6 and 7"):
+        newest_common([presence({0: [4]}), presence({1: [6, 7]})], 2, 0)
+
+
+def test_a_presence_travels_whole() -> None:
+    one = presence({0: [1, 2], 3: []})
+    assert Presence.decode(one.encode().encode()) == one
+
+
+@pytest.fixture
+def store() -> Any:
+    made: Any = dist
+    return made.HashStore()
+
+
+def in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """What each returned or raised."""
+    found: list[Any] = [None] * len(calls)
+
+    def run(i: int) -> None:
+        try:
+            found[i] = calls[i]()
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return found
+
+
+def enter(one: Generations, held: dict[int, Held] | None = None) -> Any:
+    one.enter(lambda: held or {})
+    return one.presences
+
+
+def test_ranks_meet_and_show_what_they_hold(store: Any) -> None:
+    ranks = [Generations(store, rank, 3, 10.0) for rank in range(3)]
+    shown = {1: Held([7, 8], [4])}
+    found = in_threads(*(lambda one=one: enter(one, shown if one.rank == 1 else None) for one in ranks))
+    assert found[0] == found[1] == found[2]
+    assert found[0][1].held == shown
+    assert found[0][0].pid == os.getpid()
+    assert [one.generation for one in ranks] == [0, 0, 0]
+    at = in_threads(*(lambda one=one: one.ready("ready", Held([one.rank])) for one in ranks))
+    assert [{rank: held.fds for rank, held in one.items()} for one in at] == [{0: [0], 1: [1], 2: [2]}] * 3
+
+
+def test_the_place_of_another_process_is_taken_in_the_next_generation(store: Any) -> None:
+    first = [Generations(store, rank, 2, 10.0) for rank in range(2)]
+    in_threads(*(lambda one=one: enter(one) for one in first))
+    replacement = Generations(store, 1, 2, 10.0)
+    with pytest.raises(GenerationOver):
+        enter(replacement)
+    assert first[0].over()
+    in_threads(lambda: enter(replacement), lambda: enter(first[0]))
+    assert first[0].generation == replacement.generation == 1
+    assert not first[0].over()
+
+
+def test_a_generation_is_given_up_once(store: Any) -> None:
+    ranks = [Generations(store, rank, 2, 10.0) for rank in range(2)]
+    in_threads(*(lambda one=one: enter(one) for one in ranks))
+    for one in ranks:  # both have noticed
+        one.leave()
+    assert int(store.get(module.PREFIX + "generation")) == 1
+
+
+def in_turn(one: Generations) -> None:
+    enter(one)
+    one.ready("ready", Held([]))
+
+
+def ended() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize("point", ["present", "ready"])
+def test_the_end_of_a_rank_gives_the_generation_up(store: Any, point: str) -> None:
+    one, pid = Generations(store, 0, 3, 10.0), ended()
+    for rank in (1, 2) if point == "ready" else (1,):  # else rank 2 is still to come
+        gone = Presence(pid if rank == 1 else os.getpid(), module.host_identity(), {})
+        store.set(f"{module.PREFIX}0/present/{rank}", gone.encode())
+    with pytest.raises(GenerationOver):
+        in_turn(one)
+    assert int(store.get(module.PREFIX + "generation")) == 1
+
+
+def test_a_newer_generation_ends_the_wait(store: Any) -> None:
+    one = Generations(store, 0, 2, 10.0)
+    timer = threading.Timer(0.1, lambda: store.set(module.PREFIX + "generation", "3"))
+    timer.start()
+    with pytest.raises(GenerationOver):
+        enter(one)
+    timer.join()
+
+
+def test_ranks_that_do_not_come_are_named(store: Any) -> None:
+    one = Generations(store, 1, 4, 0.2)
+    store.set(f"{module.PREFIX}0/present/3", presence({}).encode())
+    with pytest.raises(
+        WaitTimeoutError, match=r"rank 1, in generation 0, waiting for ranks \[0, 2\] .* for 0\.2 s"
+    ) as late:
+        enter(one)
+    assert late.value.culprit == 0
+
+
+def test_no_process_enters_a_job_that_is_over(store: Any) -> None:
+    ranks = [Generations(store, rank, 2, 10.0) for rank in range(2)]
+    in_threads(*(lambda one=one: enter(one) for one in ranks))
+    in_threads(*(one.finish for one in ranks))
+    with pytest.raises(OdcError, match="rank 1 has nothing to go on with: the job has kept its last step"):
+        enter(Generations(store, 1, 2, 10.0))

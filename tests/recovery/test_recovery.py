@@ -1,0 +1,67 @@
+"""Jobs whose ranks die: they end with the same bits as one that nothing befell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.recovering import Death, run, unequal
+
+from odc.experiments.launch import JobFailedError
+
+RANKS = 3
+ROUNDS = {
+    "forward and backward": [Death(1, 1, "forward"), Death(0, 4, "backward"), Death(2, 6, "forward", "segfault")],
+    "finish": [Death(2, 2, "finish"), Death(0, 4, "finish", "exit")],
+    "clip and step": [Death(1, 2, "clip"), Death(2, 3, "step"), Death(0, 5, "step", "raise")],
+    "keep": [Death(0, 2, "keep"), Death(1, 3, "keep"), Death(2, 3, "begin")],
+    "first minibatch": [Death(1, 0, "building"), Death(2, 0, "forward"), Death(0, 0, "keep")],
+    "after the last": [Death(1, 7, "keep"), Death(0, 7, "ready")],
+    "two at once": [Death(0, 2, "backward"), Death(2, 2, "backward"), Death(2, 5, "begin"), Death(1, 5, "begin")],
+    "another recovery": [
+        Death(1, 1, "backward"),
+        Death(0, 1, "restore"),
+        Death(2, 1, "ready"),
+        Death(1, 4, "clip", "raise"),
+    ],
+    "all at once": [Death(rank, 4, "begin") for rank in range(RANKS)],
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return run(tmp_path_factory.mktemp("undisturbed"), RANKS)
+
+
+@pytest.mark.parametrize("deaths", ROUNDS.values(), ids=ROUNDS.keys())
+def test_a_job_survives_deaths(deaths: list[Death], undisturbed: Any, tmp_path: Path) -> None:
+    found = run(tmp_path, RANKS, deaths)
+    happened = {path.name for path in tmp_path.iterdir()}
+    assert happened == {f"{death.rank}.{death.step}.{death.point}" for death in deaths}
+    assert not unequal(found, undisturbed)
+
+
+def test_a_job_without_deaths_never_goes_back(undisturbed: Any) -> None:
+    assert [one["recoveries"] for one in undisturbed] == [0] * RANKS
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.thorough] * bool(seed)) for seed in range(4)])
+def test_a_job_survives_deaths_at_any_moment(seed: int, undisturbed: Any, tmp_path: Path) -> None:
+    found = run(tmp_path, RANKS, restarts=60, until_killed_s=0.5, most=12, seed=seed)
+    assert len(list(tmp_path.iterdir())) > 3
+    assert not unequal(found, undisturbed)
+
+
+def test_nothing_is_left_of_a_generation(tmp_path: Path) -> None:
+    steps = 12
+    found = run(tmp_path, 2, [Death(1, step, "backward") for step in range(1, steps, 3)], steps=steps)
+    survivor = found[0]
+    assert survivor["recoveries"] == 4
+    assert survivor["held"][-1] == survivor["held"][3]
+
+
+def test_a_rank_that_always_dies_ends_the_job(tmp_path: Path) -> None:
+    deaths = [Death(1, 2, point) for point in ("begin", "clip", "step", "finish")]
+    with pytest.raises(JobFailedError, match="rank 1 failed: the process was killed by SIGKILL"):
+        run(tmp_path, 2, deaths, restarts=2)

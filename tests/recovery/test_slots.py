@@ -1,0 +1,137 @@
+"""Slots: one state is whole whatever happens to its writer, and others can hold it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from odc.errors import HeapMemoryError
+from odc.memory import FreeMemory
+from odc.recovery import slots as module
+from odc.recovery.slots import Slots
+
+
+def state(step: int) -> tuple[list[torch.Tensor], bytes]:
+    """Tensors of any dtype and shape, also of one element and of none."""
+    made = [
+        torch.full((3, 5), float(step)),
+        torch.tensor(step),
+        torch.empty(0, 4),
+        torch.arange(7, dtype=torch.uint8),
+        torch.full((9,), step, dtype=torch.bfloat16),
+        torch.arange(12.0).view(3, 4).t(),
+    ]
+    return made, f"step {step}".encode()
+
+
+def assert_holds(kept: Slots, step: int) -> None:
+    tensors, text = kept.read(step)
+    wanted, words = state(step)
+    assert text == words
+    assert all(
+        torch.equal(mine, theirs) and mine.dtype == theirs.dtype for mine, theirs in zip(tensors, wanted, strict=True)
+    )
+
+
+def test_the_two_newest_states_are_kept() -> None:
+    kept = Slots.create(4)
+    assert kept.steps() == []
+    for step in (0, 1, 2, 7):
+        kept.write(step, *state(step))
+        assert_holds(kept, step)
+    assert kept.steps() == [2, 7]
+    assert_holds(kept, 2)
+
+
+def test_a_state_may_grow() -> None:
+    kept = Slots.create(0)
+    kept.write(0, *state(0))
+    kept.write(1, [torch.arange(100_000.0)], b"x" * 10_000)
+    assert_holds(kept, 0)
+    assert torch.equal(kept.read(1)[0][0], torch.arange(100_000.0))
+
+
+def test_a_writer_that_ends_in_the_middle_leaves_the_other_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Slots.create(0)
+    for step in (0, 1):
+        kept.write(step, *state(step))
+    fill = module.StateSlot.fill
+
+    def half(self: Any, tensors: Any, table: Any, at: int, text: bytes) -> None:
+        fill(self, tensors[:3], table[:3], at, text)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.StateSlot, "fill", half)
+    with pytest.raises(KeyboardInterrupt):
+        kept.write(2, *state(2))
+    assert kept.steps() == [1]
+    assert_holds(kept, 1)
+
+
+def test_what_is_newer_is_forgotten_and_its_slot_is_the_next() -> None:
+    kept = Slots.create(0)
+    for step in (3, 4):
+        kept.write(step, *state(step))
+    kept.forget_after(3)
+    assert kept.steps() == [3]
+    kept.write(4, *state(4))
+    assert kept.steps() == [3, 4]
+
+
+def test_another_process_holds_them_after_their_owner_has_ended() -> None:
+    """The child is the owner."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        kept = Slots.create(2)
+        kept.write(6, *state(6))
+        os.write(writing, f"{kept.fds[0]} {kept.fds[1]}".encode())
+        os.read(os.open("/dev/zero", os.O_RDONLY), 1)
+        os.pause() if hasattr(os, "pause") else __import__("signal").pause()
+    fds = [int(one) for one in os.read(reading, 64).split()]
+    try:
+        held = Slots.held_by(child, fds, 2)
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert held.steps() == [6]
+    assert_holds(held, 6)
+    held.write(7, *state(7))
+    assert held.steps() == [6, 7]
+
+
+def test_other_files_are_not_taken_for_slots() -> None:
+    kept, me = Slots.create(2), os.getpid()
+    with pytest.raises(OSError, match="other files than the slots of rank 1"):
+        Slots.held_by(me, kept.fds, 1)
+    reading, writing = os.pipe()
+    os.close(writing)
+    plain = os.memfd_create("plain")
+    with pytest.raises(OSError, match="other files"):
+        Slots.held_by(me, [plain], 2)
+    os.close(reading)
+    os.close(plain)
+
+
+def test_slots_are_shared_with_their_holder() -> None:
+    kept = Slots.create(0)
+    held = Slots.held_by(os.getpid(), kept.fds, 0)
+    kept.write(5, *state(5))
+    assert held.steps() == [5]
+    kept.close()
+    assert_holds(held, 5)
+    held.close()
+    held.close()
+
+
+def test_too_little_memory_keeps_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Slots.create(0)
+    kept.write(0, *state(0))
+    monkeypatch.setattr(module, "free_memory", lambda: FreeMemory(1 << 20, "the cgroup"))
+    with pytest.raises(HeapMemoryError, match=r"needs 3\.8 MiB more, but the cgroup leaves 1\.0 MiB"):
+        kept.write(1, [torch.zeros(1_000_000)], b"")
+    assert kept.steps() == [0]
+    assert_holds(kept, 0)

@@ -1,0 +1,128 @@
+"""A training state goes back into the same objects, or into new ones, and training goes on with the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from odc.errors import ConfigError
+from odc.recovery.state import TrainingState
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adam with a learning rate in a tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), capturable=False),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3, history_size=4),
+}
+
+
+class Trained:
+    """A model with buffers and dropout, an optimizer and a schedule."""
+
+    def __init__(self, make: Make, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
+        self.optimizer = make(self.model.parameters())
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.state = TrainingState([self.model], [self.optimizer], {"schedule": self.schedule})
+
+    def step(self) -> None:
+        x = torch.randn(5, 6) + random.random() + float(np.random.rand())
+
+        def loss() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            found: torch.Tensor = self.model(x).square().sum()
+            found.backward()
+            return found
+
+        self.optimizer.step(loss)  # type: ignore[arg-type]
+        self.schedule.step()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [tensor.clone() for tensor in self.model.state_dict().values()]
+
+    def take(self) -> tuple[list[torch.Tensor], bytes]:
+        tensors, text = self.state.take()
+        return [tensor.clone() for tensor in tensors], text
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same objects", "new objects"])
+def test_training_goes_on_with_the_same_bits(make: Make, elsewhere: bool) -> None:
+    one = Trained(make)
+    for _ in range(3):
+        one.step()
+    kept = one.take()
+    for _ in range(3):
+        one.step()
+    after = one.weights()
+    other = Trained(make, seed=9) if elsewhere else one
+    random.seed(5), np.random.seed(5), torch.manual_seed(5)
+    other.state.put(*kept)
+    assert all(parameter.grad is None for parameter in other.model.parameters())
+    for _ in range(3):
+        other.step()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(other.weights(), after, strict=True))
+
+
+def test_optimizer_state_that_came_later_goes() -> None:
+    one = Trained(OPTIMIZERS["adamw"])
+    kept = one.take()
+    one.step()
+    one.state.put(*kept)
+    assert not one.optimizer.state
+
+
+def test_a_learning_rate_in_a_tensor_stays_that_tensor() -> None:
+    one = Trained(OPTIMIZERS["adam with a learning rate in a tensor"])
+    rate = one.optimizer.param_groups[0]["lr"]
+    kept = one.take()
+    one.step()
+    changed = float(rate)
+    one.state.put(*kept)
+    assert one.optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) > changed
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.Linear(6, 3), r"0\.weight: torch\.float32 \[3, 6\] here, 0\.weight: torch\.float32 \[8, 6\] there"),
+        (nn.Linear(6, 8, dtype=torch.float64), r"torch\.float64 \[8, 6\] here"),
+        (nn.Linear(6, 8), r"2 tensors here, \d+ there"),
+    ],
+)
+def test_a_state_of_another_model_is_refused_and_changes_nothing(other: nn.Module, message: str) -> None:
+    kept = Trained(OPTIMIZERS["sgd"]).take()
+    model = nn.Sequential(other)
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=message):
+        TrainingState([model], [optimizer], {}).put(*kept)
+    assert all(torch.equal(mine, old) for mine, old in zip(model.parameters(), before, strict=True))
+
+
+def test_another_set_of_states_is_refused() -> None:
+    one = Trained(OPTIMIZERS["sgd"])
+    with pytest.raises(ConfigError, match=r"1 optimizers and \['schedule'\], this process 1 and \[\]"):
+        TrainingState([one.model], [one.optimizer], {}).put(*one.take())
+
+
+def test_what_is_taken_shares_memory_with_what_is_trained() -> None:
+    """Taking a state copies no tensor: the slot's copy is the only one."""
+    one = Trained(OPTIMIZERS["adamw"])
+    one.step()
+    tensors, text = one.state.take()
+    places = {tensor.data_ptr() for tensor in tensors}
+    moments = [value for state in one.optimizer.state.values() for value in state.values() if value.dim()]
+    assert {tensor.data_ptr() for tensor in (*one.model.parameters(), *moments)} <= places
+    assert len(text) < 20_000

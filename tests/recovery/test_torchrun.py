@@ -1,0 +1,34 @@
+"""Under `torchrun`, which ends all ranks of a host when one has ended, they come back from what the keeper holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from support import recovering
+from support.recovering import run, unequal
+
+RANKS = 2
+
+
+def test_ranks_come_back_under_torchrun(tmp_path: Path) -> None:
+    for name in ("deaths", "output"):
+        (tmp_path / name).mkdir()
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 --monitor-interval 0.1"
+    deaths = ["1.2.clip", "0.4.keep"]
+    ended = subprocess.run(
+        [sys.executable, *launcher.split(), recovering.__file__, tmp_path / "deaths", tmp_path / "output", *deaths],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert {path.name for path in (tmp_path / "deaths").iterdir()} == set(deaths)
+    found = [torch.load(tmp_path / "output" / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    assert len(found[0]["held"]) == 4, "the last process of rank 0 did steps 4 to 7 only"
+    assert not unequal(found, run(tmp_path / "undisturbed", RANKS))

@@ -1,0 +1,206 @@
+"""A job that survives deaths, for tests: it trains a small model with dropout, and ranks die at chosen points."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import odc
+from odc import Settings, fully_shard
+from odc.experiments.launch import launch
+from odc.fsdp.collect import Collector
+from odc.recovery.generations import Generations
+from odc.recovery.slots import StateSlot
+from odc.recovery.state import TrainingState
+
+STEPS, WIDTH = 8, 16
+#: How a process ends.
+HOW: dict[str, Callable[[], object]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "segfault": lambda: ctypes.string_at(0),
+    "exit": lambda: os._exit(3),
+    "raise": lambda: (_ for _ in ()).throw(ValueError("the tokenizer ran out of words")),
+}
+
+
+class Death(NamedTuple):
+    """Rank `rank` ends once, at `point` of step `step` (counted from 0), as `how` says."""
+
+    rank: int
+    step: int
+    point: str
+    how: str = "kill"
+
+
+class Counter:
+    """What a loop has of its own: microbatches that it has seen."""
+
+    seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+class Fate:
+    """Lets this process end where a death is due; each is noted in a file of `folder`, so that it comes once."""
+
+    def __init__(self, rank: int, deaths: Collection[Death], folder: Path) -> None:
+        self._rank, self._deaths, self._folder = rank, deaths, folder
+        self.step = -1
+
+    def at(self, point: str) -> None:
+        for death in self._deaths:
+            note = self._folder / f"{death.rank}.{death.step}.{death.point}"
+            if (death.rank, death.step, death.point) == (self._rank, self.step, point) and not note.exists():
+                note.touch()
+                HOW[death.how]()
+
+    def watch(self, owner: type, name: str, point: str, *, after: bool = False) -> None:
+        """Make a method a point."""
+        method = getattr(owner, name)
+
+        def called(*args: Any, **options: Any) -> Any:
+            if not after:
+                self.at(point)
+            result = method(*args, **options)
+            if after:
+                self.at(point)
+            return result
+
+        setattr(owner, name, called)
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, WIDTH)) for _ in range(2))
+    )
+
+
+def kill_at_any_moment(folder: Path, mean_s: float, most: int, seed: int) -> None:
+    """From now on this process may be killed at any moment, until `most` have been."""
+
+    def kill() -> None:
+        rank, past = int(os.environ["RANK"]), len(list(folder.iterdir()))
+        draw = random.Random(f"{seed} {rank} {past}")
+        time.sleep(draw.expovariate(1 / mean_s))
+        if len(list(folder.iterdir())) < most:
+            (folder / f"{rank}.{past}.{time.monotonic_ns()}").touch()
+            HOW["kill"]()
+
+    threading.Thread(target=kill, daemon=True).start()
+
+
+def train(folder: str, deaths: Collection[Death], steps: int, killed: tuple[float, int, int] | None) -> dict[str, Any]:
+    """The program of a rank; returns what must be equal after any deaths, and what it held after each step."""
+    rank, fate = int(os.environ["RANK"]), Fate(int(os.environ["RANK"]), deaths, Path(folder))
+    if killed is not None:
+        kill_at_any_moment(Path(folder), *killed)
+    fate.watch(Collector, "collect", "finish")
+    fate.watch(StateSlot, "fill", "keep", after=True)
+    fate.watch(TrainingState, "put", "restore", after=True)
+    fate.watch(Generations, "ready", "ready")
+    with odc.Recovery(rejoin_s=60) as recovery:
+        fate.step = recovery.step
+        settings = Settings(reproducible=True, timeout_s=30, check_protocol=True)
+        model: Any = model_of()
+        for block in model:
+            fully_shard(block, settings=settings)
+        fully_shard(model, settings=settings)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule, counter = torch.optim.lr_scheduler.LinearLR(optimizer), Counter()
+        torch.manual_seed(100 + rank)
+        fate.at("building")
+        recovery.protect(model, optimizer, schedule=schedule, counter=counter)
+        held = []
+        for step in recovery.steps(steps):
+            fate.step = step
+            with recovery.attempt():
+                fate.at("begin")
+                _step(model, optimizer, rank, step, fate)
+                schedule.step()
+                counter.seen += _microbatches(rank, step)
+            held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), _heaps()))
+        return {
+            "weights": [parameter.to_local().detach().clone() for parameter in model.parameters()],
+            "moments": [state["exp_avg_sq"].to_local().clone() for state in optimizer.state.values()],
+            "random": torch.get_rng_state(),
+            "seen": counter.seen,
+            "held": held,
+            "recoveries": recovery.recoveries,
+        }
+
+
+def _microbatches(rank: int, step: int) -> int:
+    """Unequal by rank, and none at times."""
+    return (rank + step) % 3
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, fate: Fate) -> None:
+    with model.minibatch():
+        for _ in range(_microbatches(rank, step)):
+            loss = model(torch.randn(4, WIDTH)).square().mean()
+            fate.at("forward")
+            loss.backward()
+            fate.at("backward")
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # a collective of torch's
+    fate.at("clip")
+    optimizer.step()
+    optimizer.zero_grad()
+    fate.at("step")
+
+
+def _heaps() -> int:
+    """Mappings of memory files."""
+    return Path("/proc/self/maps").read_text().count("/memfd:odc")
+
+
+def run(
+    folder: Path,
+    ranks: int,
+    deaths: Collection[Death] = (),
+    *,
+    steps: int = STEPS,
+    restarts: int | None = None,
+    until_killed_s: float = 0.0,
+    most: int = 0,
+    seed: int = 0,
+) -> Any:
+    """The job, and what each rank returned. With `most`, processes are killed after `until_killed_s` in the mean."""
+    folder.mkdir(parents=True, exist_ok=True)
+    allowed = 3 * len(deaths) if restarts is None else restarts
+    killed = (until_killed_s, most, seed) if most else None
+    return launch(train, str(folder), tuple(deaths), steps, killed, ranks=ranks, restarts=allowed)
+
+
+def unequal(found: list[dict[str, Any]], reference: list[dict[str, Any]]) -> list[str]:
+    """What of two jobs is not equal to the bit."""
+    wrong = []
+    for rank, (mine, theirs) in enumerate(zip(found, reference, strict=True)):
+        for name in ("weights", "moments"):
+            pairs = zip(mine[name], theirs[name], strict=True)
+            wrong += [f"rank {rank}: {name} {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+        if not torch.equal(mine["random"], theirs["random"]) or mine["seen"] != theirs["seen"]:
+            wrong.append(f"rank {rank}: random numbers or place in the data")
+    return wrong
+
+
+if __name__ == "__main__":  # under torchrun: FOLDER OUTPUT, then RANK.STEP.POINT of each death
+    torch.set_num_threads(1)
+    given = [one.split(".") for one in sys.argv[3:]]
+    found = train(sys.argv[1], [Death(int(rank), int(step), point) for rank, step, point in given], STEPS, None)
+    torch.save(found, f"{sys.argv[2]}/{os.environ['RANK']}.pt")
