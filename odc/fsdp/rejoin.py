@@ -9,15 +9,16 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from odc.deadlines import STORE_ENDING_S
+from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import _torch_groups
 from odc.fsdp.call import join_job, shutdown
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.root import live_roots
 from odc.fsdp.root_layout import registered
-from odc.net import JobStore, announce_failure
+from odc.net import JobStore, announce_failure, announce_process
 from odc.protocol import Word
+from odc.runtime import daemon
 
 
 def sharded_groups(model: nn.Module) -> list[OdcParamGroup]:
@@ -35,6 +36,17 @@ def refuse_groups(model: nn.Module) -> None:
 def job_aborted() -> bool:
     """Whether a root of this process has learned that its job is over."""
     return any(root.member.protocol.board.load(Word.ABORT) for root in live_roots())
+
+
+def announce_rank() -> None:
+    """Let the others notice from now on that this process ends: those of its host, and its neighbours on other hosts.
+
+    In each new default process group. Without it the end of a rank before its first `fully_shard` would be noticed by
+    no rank. Waits for no rank.
+    """
+    rank, store = dist.get_rank(), compat.default_store()
+    announce_process(JobStore(store, STORE_LEAST_S, rank), rank)
+    daemon(rank).watch_hosts(store, None)
 
 
 def leave_generation(models: list[nn.Module], reason: str, culprit: int) -> None:

@@ -28,11 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, STORE_LEAST_S, Deadline
+from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
 from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
-from odc.fsdp import default_store
-from odc.fsdp.rejoin import enter_generation, job_aborted, leave_generation, refuse_groups
-from odc.net import JobStore, announce_process
+from odc.fsdp.rejoin import announce_rank, enter_generation, job_aborted, leave_generation, refuse_groups
 from odc.recovery import keeper
 from odc.recovery.generations import PREFIX, GenerationOver, Generations, Held, newest_common
 from odc.recovery.slots import Slots
@@ -224,7 +222,7 @@ class Recovery:
             except OSError:  # a holder has ended since it showed what it holds
                 self._generations.leave()
             if dist.is_initialized():
-                dist.destroy_process_group()
+                leave_generation([], "its ranks meet anew", self.rank)
 
     def _holding(self) -> dict[int, Held]:
         kept = self._generations.keeper if self.rank not in self._held else None
@@ -276,8 +274,7 @@ class Recovery:
         stores: Any = dist
         store = stores.PrefixStore(f"{PREFIX}{self.generation}", self._store)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
-        # Else the end of a rank before its first `fully_shard` would be noticed by no rank.
-        announce_process(JobStore(default_store(), STORE_LEAST_S, self.rank), self.rank)
+        announce_rank()
 
 
 def _place() -> tuple[int, int]:

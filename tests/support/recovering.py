@@ -105,7 +105,13 @@ def kill_at_any_moment(folder: Path, mean_s: float, most: int, seed: int) -> Non
     threading.Thread(target=kill, daemon=True).start()
 
 
-def train(folder: str, deaths: Collection[Death], steps: int, killed: tuple[float, int, int] | None) -> dict[str, Any]:
+def train(
+    folder: str,
+    deaths: Collection[Death],
+    steps: int,
+    killed: tuple[float, int, int] | None,
+    options: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The program of a rank; returns what must be equal after any deaths, and what it held after each step."""
     rank, fate = int(os.environ["RANK"]), Fate(int(os.environ["RANK"]), deaths, Path(folder))
     if killed is not None:
@@ -114,7 +120,7 @@ def train(folder: str, deaths: Collection[Death], steps: int, killed: tuple[floa
     fate.watch(StateSlot, "fill", "keep", after=True)
     fate.watch(TrainingState, "put", "restore", after=True)
     fate.watch(Generations, "ready", "ready")
-    with odc.Recovery(rejoin_s=60) as recovery:
+    with odc.Recovery(rejoin_s=60, **(options or {})) as recovery:
         fate.step = recovery.step
         settings = Settings(reproducible=True, timeout_s=30, check_protocol=True)
         model: Any = model_of()
