@@ -17,8 +17,10 @@ from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.root import live_roots
 from odc.fsdp.root_layout import registered
 from odc.net import JobStore, announce_failure, announce_process
+from odc.net.network import HostNetwork
 from odc.protocol import Word
 from odc.runtime import daemon
+from odc.settings import Settings
 
 
 def sharded_groups(model: nn.Module) -> list[OdcParamGroup]:
@@ -47,6 +49,15 @@ def announce_rank() -> None:
     rank, store = dist.get_rank(), compat.default_store()
     announce_process(JobStore(store, STORE_LEAST_S, rank), rank)
     daemon(rank).watch_hosts(store, None)
+
+
+def host_network() -> HostNetwork:
+    """How other hosts reach this process, in the present default process group.
+
+    Raises UnsupportedError where this host's address cannot be determined, and as a JobStore does.
+    """
+    rank = dist.get_rank()
+    return daemon(rank).listening(compat.default_store(), Settings())
 
 
 def leave_generation(models: list[nn.Module], reason: str, culprit: int) -> None:

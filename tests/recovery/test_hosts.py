@@ -26,7 +26,7 @@ THREE_BY_ONE = {
     "another recovery": [Death(1, 1, "backward"), Death(2, 1, "ready"), Death(0, 1, "restore")],
     "first and last": [Death(1, 0, "building"), Death(2, 0, "keep"), Death(0, 7, "ready")],
 }
-QUICK = {"clip and step", "another recovery"}
+QUICK = {"clip and step", "another recovery", "one after the other"}
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +101,23 @@ def test_a_rank_alone_on_its_host_has_its_state_from_the_keeper(
     found = run_on(three, 1, folder, deaths, keeper=True)
     assert_happened(folder, deaths)
     assert not unequal(found, three_undisturbed)
+
+
+WHOLE_HOSTS = {
+    "backward": [Death(2, 2, "backward"), Death(3, 2, "backward")],
+    "one after the other": [Death(rank, step, "begin") for rank, step in ((0, 2), (1, 2), (2, 5), (3, 5))],
+    "keep": [Death(2, 2, "keep"), Death(3, 2, "keep"), Death(0, 4, "keep"), Death(1, 4, "step")],
+    "while ranks meet": [Death(1, 1, "backward"), Death(2, 1, "ready"), Death(3, 1, "ready")],
+    "while it restores": [Death(0, 3, "finish"), Death(1, 3, "finish"), Death(0, -1, "restore")],
+    "first and last": [Death(0, 0, "finish"), Death(1, 0, "finish"), Death(2, 7, "keep"), Death(3, 7, "keep")],
+}
+
+
+@pytest.mark.parametrize("deaths", cases(WHOLE_HOSTS))
+def test_a_whole_host_comes_back_from_its_buddies(
+    deaths: list[Death], two: Hosts, undisturbed: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "deaths"
+    found = run_on(two, 2, folder, deaths, keep="buddy")
+    assert_happened(folder, deaths)
+    assert not unequal(found, undisturbed)

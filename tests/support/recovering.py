@@ -111,8 +111,12 @@ def train(
     steps: int,
     killed: tuple[float, int, int] | None,
     options: dict[str, Any] | None = None,
+    clip: bool = True,
 ) -> dict[str, Any]:
-    """The program of a rank; returns what must be equal after any deaths, and what it held after each step."""
+    """The program of a rank; returns what must be equal after any deaths, and what it held after each step.
+
+    `options` are those of `odc.Recovery`. Without `clip` it calls no collective of torch's.
+    """
     rank, fate = int(os.environ["RANK"]), Fate(int(os.environ["RANK"]), deaths, Path(folder))
     if killed is not None:
         kill_at_any_moment(Path(folder), *killed)
@@ -137,7 +141,7 @@ def train(
             fate.step = step
             with recovery.attempt():
                 fate.at("begin")
-                _step(model, optimizer, rank, step, fate)
+                _step(model, optimizer, rank, step, fate, clip)
                 schedule.step()
                 counter.seen += _microbatches(rank, step)
             held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), _heaps()))
@@ -156,14 +160,15 @@ def _microbatches(rank: int, step: int) -> int:
     return (rank + step) % 3
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, fate: Fate) -> None:
+def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, fate: Fate, clip: bool) -> None:
     with model.minibatch():
         for _ in range(_microbatches(rank, step)):
             loss = model(torch.randn(4, WIDTH)).square().mean()
             fate.at("forward")
             loss.backward()
             fate.at("backward")
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # a collective of torch's
+    if clip:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # a collective of torch's
     fate.at("clip")
     optimizer.step()
     optimizer.zero_grad()

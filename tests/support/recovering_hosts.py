@@ -91,10 +91,11 @@ def run_on(
     restarts: int | None = None,
     keeper: bool = False,
     killed: tuple[float, int, int] | None = None,
+    clip: bool = True,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """The job on `per_host` ranks of each host, and what each rank returned. `killed` is that of `train`,
-    and `options` go to `odc.Recovery`.
+    """The job on `per_host` ranks of each host, and what each rank returned. `killed` and `clip` are those of
+    `train`, and `options` go to `odc.Recovery`.
 
     `launches`, by host, say otherwise. With `keeper` the launchers say that they start ranks again, as torchrun does.
     """
@@ -105,7 +106,7 @@ def run_on(
     world = len({rank for launch in launches for rank in launch.ranks})
     store = hosts.new_store()  # it is there until this function returns
     each = {rank: _environment(hosts, store, rank, per_host, world, keeper) for rank in range(world)}
-    program = str(folder), tuple(deaths), steps, killed, options
+    program = str(folder), tuple(deaths), steps, killed, options, clip
     processes = RankProcesses(len(hosts), once=True, own=lambda host: {"OMP_NUM_THREADS": "1"})
     try:
         processes.send(*(task(launch_here, hosts[i].pid, launch, each, *program) for i, launch in enumerate(launches)))
