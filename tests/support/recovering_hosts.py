@@ -5,7 +5,9 @@ The job's store is hosted by the test's process, as a scheduler would, and outli
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -14,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from odc.ranks.processes import PATIENCE_S, task
+from odc.ranks.processes import PATIENCE_S, RanksFailed, task
 from odc.ranks.worker import _end, die_with
 from support import recovering
 from support.host_ranks import move_to
-from support.hosts import Hosts
+from support.hosts import Host, Hosts
 from support.ranks import RankProcesses
-from support.recovering import STEPS, Death
+from support.recovering import COMMON, STEPS, Death, Work
 
 
 class Launch(NamedTuple):
@@ -91,10 +93,10 @@ def run_on(
     restarts: int | None = None,
     keeper: bool = False,
     killed: tuple[float, int, int] | None = None,
-    clip: bool = True,
+    work: Work = COMMON,
     **options: Any,
 ) -> list[dict[str, Any]]:
-    """The job on `per_host` ranks of each host, and what each rank returned. `killed` and `clip` are those of
+    """The job on `per_host` ranks of each host, and what each rank returned. `killed` and `work` are those of
     `train`, and `options` go to `odc.Recovery`.
 
     `launches`, by host, say otherwise. With `keeper` the launchers say that they start ranks again, as torchrun does.
@@ -106,7 +108,7 @@ def run_on(
     world = len({rank for launch in launches for rank in launch.ranks})
     store = hosts.new_store()  # it is there until this function returns
     each = {rank: _environment(hosts, store, rank, per_host, world, keeper) for rank in range(world)}
-    program = str(folder), tuple(deaths), steps, killed, options, clip
+    program = str(folder), tuple(deaths), steps, killed, options, work
     processes = RankProcesses(len(hosts), once=True, own=lambda host: {"OMP_NUM_THREADS": "1"})
     try:
         processes.send(*(task(launch_here, hosts[i].pid, launch, each, *program) for i, launch in enumerate(launches)))
@@ -115,7 +117,8 @@ def run_on(
         processes.wait()
         missing = [rank for rank in range(world) if not result_file(str(folder), rank).exists()]
         if missing:
-            processes.fail(f"ranks {missing} have not ended well")
+            printed = "\n".join(outcome.describe() for outcome in processes.outcomes)
+            raise RanksFailed(f"ranks {missing} have not ended well\n{printed}")
     finally:
         processes.close()
     return [torch.load(result_file(str(folder), rank), weights_only=False) for rank in range(world)]
@@ -135,3 +138,20 @@ def _environment(hosts: Hosts, store: Any, rank: int, per_host: int, world: int,
         "TORCHELASTIC_MAX_RESTARTS": "100" if keeper else "0",
         **hosts[0].environment(),
     }
+
+
+def kill_ranks(host: Host) -> int:
+    """Kill all ranks on a host, whose launcher lives; returns how many there were."""
+    there = host.processes()
+    launchers = {pid for pid in there if _parent(pid) not in there}
+    ranks = [pid for pid in there if _parent(pid) in launchers]
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return len(ranks)
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
