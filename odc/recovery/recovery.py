@@ -66,7 +66,7 @@ class Recovery:
             raise UnsupportedError("there is a process group already; odc.Recovery() makes it, before anything else")
         self.rank, self.world = _place()
         self._store = store or _launchers_store(rejoin_s)
-        self._every = every
+        self.every = every
         self._generations = Generations(self._store, self.rank, self.world, rejoin_s)
         self._held: dict[int, Slots] = {}  # by rank, this one's own too
         self._trained: TrainingState | None = None
@@ -144,7 +144,7 @@ class Recovery:
         try:
             yield
             self.step += 1
-            if self.step % self._every == 0:
+            if self.step % self.every == 0:
                 self._keep()
         except RuntimeError as error:
             if not self._is_loss(error):

@@ -165,7 +165,7 @@ class Slots:
 
     def read(self, step: int) -> tuple[list[torch.Tensor], bytes]:
         """The tensors, as views of the slot, and the text that `write` was given for `step`, which must be whole."""
-        (slot,) = (one for one in self._slots if one.word(SlotWord.STEP) == 1 + step)
+        slot = next(one for one in self._slots if one.word(SlotWord.STEP) == 1 + step)
         table, text = pickle.loads(slot.text())
         return [slot.view(dtype, start, shape) for dtype, start, *shape in table], text
 
