@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from odc.deadlines import STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
+from odc.deadlines import STORE_LEAST_S, STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
 from odc.errors import OdcError, WaitTimeoutError
 from odc.memory import ProcessHandle
 from odc.net import JobStore
@@ -95,7 +95,7 @@ class Generations:
 
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
-        self._store = JobStore(store, max(timeout_s, 5.0), rank, PREFIX)
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), rank, PREFIX, lasts=True)
         self.generation = 0
         self.presences: dict[int, Presence] = {}
         self._processes: dict[int, ProcessHandle] = {}
