@@ -71,7 +71,10 @@ def torchrun(folder: Path, steps: int, kills: list[int]) -> None:
     options = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", str(len(kills))]
     options += ["--monitor-interval", "0.1"]
     program = ["-m", "bench.recovery_job", str(folder), str(steps), "checkpoints", _listed(kills)]
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *options, *program], check=True, timeout=LIMIT_S)
+    # Else gloo finds addresses of the ranks before in a store that stays, and needs further restarts at times.
+    environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *options, *program]
+    subprocess.run(command, check=True, timeout=LIMIT_S, env=environment)
 
 
 WAYS = {"odc, forked": forked, "odc, fresh": fresh, "torchrun, checkpoints": torchrun}

@@ -15,10 +15,16 @@ RANKS = 2
 
 
 def under_torchrun(*program: object) -> None:
+    """Gloo connects lazily, or it finds addresses of the ranks before in the store, and needs further restarts."""
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 --monitor-interval 0.1"
     ended = subprocess.run(
         [sys.executable, *launcher.split(), *map(str, program)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_GLOO_LAZY_INIT": "1",
+            "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
+        },
         capture_output=True,
         text=True,
         timeout=240,
