@@ -31,7 +31,7 @@ from torch import nn
 from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, STORE_LEAST_S, Deadline
 from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
 from odc.fsdp import default_store
-from odc.fsdp.rejoin import enter_generation, job_aborted, leave_generation, refuse_groups
+from odc.fsdp.rejoin import aborted_by_another, enter_generation, leave_generation, refuse_groups
 from odc.net import JobStore, announce_process
 from odc.recovery import keeper
 from odc.recovery.generations import PREFIX, GenerationOver, Generations, Held, newest_common
@@ -192,7 +192,7 @@ class Recovery:
         if isinstance(error, OdcError):
             return isinstance(error, PeerLostError) and error.culprit not in (None, self.rank)
         deadline = Deadline(LOSS_SHOWS_S)  # torch's collectives fail at once, before anything else shows why
-        while not (job_aborted() or self._generations.over()):
+        while not (aborted_by_another() or self._generations.over()):
             if deadline.passed():
                 return False
             time.sleep(LOSS_POLL_S)
