@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from odc.errors import UnsupportedError
 from odc.fsdp._torch_compat import FSDPParamGroup
 
+#: What the keys of the default process group begin with, in the store that it was made with.
+DEFAULT_PREFIX = "0//"
 _GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
 
 for _owner, _name in ((DeviceMesh, "_get_root_mesh"), (distributed_c10d, "_resolve_process_group")):

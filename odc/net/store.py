@@ -125,7 +125,7 @@ class JobStore:
         lasts: bool = False,
     ) -> None:
         if not isinstance(store, JobStore) and not lasts:
-            prefix = _attempt() + prefix
+            prefix = attempt() + prefix
         self._store: Any = store._store if isinstance(store, JobStore) else store
         self._connection = _connect(self._store)
         self.timeout_s, self._rank, self._prefix, self._watch = timeout_s, rank, prefix, watch
@@ -273,7 +273,7 @@ def _host() -> str:
     return "the launcher" if _hosting_rank() is None else "rank 0, unless a launcher does"
 
 
-def _attempt() -> str:
+def attempt() -> str:
     """Begins the keys of what torchrun has started again: on one host its store stays, with what the ranks before have
     left in it. Over hosts it is empty, because each host's torchrun counts for itself.
     """
