@@ -35,9 +35,10 @@ def refuse_groups(model: nn.Module) -> None:
     _torch_groups.refuse_other_groups(sharded_groups(model))
 
 
-def job_aborted() -> bool:
-    """Whether a root of this process has learned that its job is over."""
-    return any(root.member.protocol.board.load(Word.ABORT) for root in live_roots())
+def aborted_by_another() -> bool:
+    """Whether a root of this process has learned that another rank has ended the job."""
+    found = {root.member.protocol.board.load(Word.ABORT) - 1 for root in live_roots()}
+    return bool(found - {-1, dist.get_rank()})
 
 
 def announce_rank() -> None:

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from odc.deadlines import STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
+from odc.deadlines import STORE_LEAST_S, STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
 from odc.errors import OdcError, WaitTimeoutError
 from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.memory import ProcessHandle
 from odc.net import JobStore, announce_failure
-from odc.net.store import failure, host_identity
+from odc.net.store import attempt, failure, host_identity
 
 PREFIX = "odc/recovery/"
 
@@ -96,7 +96,7 @@ class Generations:
 
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
-        self._store = JobStore(store, max(timeout_s, 5.0), rank, PREFIX)
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), rank, PREFIX, lasts=True)
         self.generation = 0
         self.presences: dict[int, Presence] = {}
         self._processes: dict[int, ProcessHandle] = {}
@@ -161,9 +161,13 @@ class Generations:
         old = str(self.generation)
         self._store.compare_set("generation", "" if not self.generation else old, str(self.generation + 1))
 
-    def over(self) -> bool:
-        """Whether this rank's generation has been given up, or a process in it is known to have ended."""
-        return self._newest() > self.generation or self._lost()
+    def culprit(self) -> int | None:
+        """The rank that has ended this generation, -1 where that is not known; None while it goes on."""
+        if dead := [rank for rank, process in self._processes.items() if not process.alive()]:
+            return dead[0]
+        if (found := failure(self._of_group())) is not None:  # also of a rank on another host
+            return found[0]
+        return -1 if self._newest() > self.generation else None
 
     def here(self, rank: int) -> bool:
         """Whether a rank of this generation is on this host."""
@@ -176,13 +180,10 @@ class Generations:
     def _newest(self) -> int:
         return int(self._store.find("generation") or 0)
 
-    def _lost(self) -> bool:
-        """Whether a process of this host has ended, or a rank has reported the end of one on another."""
-        return any(not process.alive() for process in self._processes.values()) or failure(self._of_group()) is not None
-
     def _of_group(self) -> JobStore:
         """What ranks store of this generation beside what this module does, in the store of their process group."""
-        return JobStore(self._store, self._store.timeout_s, self.rank, f"{PREFIX}{self.generation}/{DEFAULT_PREFIX}")
+        prefix = f"{PREFIX}{self.generation}/{DEFAULT_PREFIX}{attempt()}"
+        return JobStore(self._store, self._store.timeout_s, self.rank, prefix)
 
     def _await(self, what: str) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
@@ -193,9 +194,7 @@ class Generations:
                 if text is not None:
                     found[rank] = text
                     self._watch(rank, text, what)
-            if self._newest() > self.generation:
-                raise GenerationOver
-            if self._lost():
+            if self.culprit() is not None:
                 self.leave()
                 raise GenerationOver
             if deadline.passed(len(found)):

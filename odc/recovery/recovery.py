@@ -30,7 +30,7 @@ from torch import nn
 
 from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
 from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
-from odc.fsdp.rejoin import announce_rank, enter_generation, job_aborted, leave_generation, refuse_groups
+from odc.fsdp.rejoin import aborted_by_another, announce_rank, enter_generation, leave_generation, refuse_groups
 from odc.recovery import keeper
 from odc.recovery.buddy import Buddies
 from odc.recovery.generations import PREFIX, GenerationOver, Generations, Held, newest_common
@@ -72,7 +72,7 @@ class Recovery:
             raise UnsupportedError("there is a process group already; odc.Recovery() makes it, before anything else")
         self.rank, self.world = _place()
         self._store = store or _launchers_store(rejoin_s)
-        self._every = every
+        self.every = every
         self._generations = Generations(self._store, self.rank, self.world, rejoin_s)
         self._held: dict[int, Slots] = {}  # by rank, this one's own too
         self._buddies = Buddies(self._generations, self._held, rejoin_s) if keep == "buddy" else None
@@ -151,7 +151,7 @@ class Recovery:
         try:
             yield
             self.step += 1
-            if self.step % self._every == 0:
+            if self.step % self.every == 0:
                 self._keep()
         except RuntimeError as error:
             if not self._is_loss(error):
@@ -207,9 +207,11 @@ class Recovery:
         return self._loss_shows()  # torch's collectives fail at once, before anything else shows why
 
     def _loss_shows(self) -> bool:
-        """Whether the end of a rank is known, waited for a while."""
+        """Whether another rank has ended this generation, waited for a while."""
         deadline = Deadline(LOSS_SHOWS_S)
-        while not (job_aborted() or self._generations.over()):
+        while not aborted_by_another():
+            if (culprit := self._generations.culprit()) is not None:
+                return culprit != self.rank
             if deadline.passed():
                 return False
             time.sleep(LOSS_POLL_S)

@@ -199,8 +199,7 @@ class Slots:
         return [slot.view(dtype, start, shape) for dtype, start, *shape in table], text
 
     def _holding(self, step: int) -> StateSlot:
-        (slot,) = (one for one in self._slots if one.word(SlotWord.STEP) == 1 + step)
-        return slot
+        return next(one for one in self._slots if one.word(SlotWord.STEP) == 1 + step)
 
     def forget_after(self, step: int) -> None:
         """What was kept of later steps is of a history that is given up, and must not count in the next recovery."""

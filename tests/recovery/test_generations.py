@@ -107,13 +107,13 @@ def test_the_place_of_another_process_is_taken_in_the_next_generation(store: Any
     replacement = Generations(store, 1, 2, 10.0)
     with pytest.raises(GenerationOver):
         enter(replacement)
-    assert first[0].over()
+    assert first[0].culprit() == 1
     # Where the process group of that generation looks, for ranks of other hosts that wait there.
     culprit, reason = failure(JobStore(store, 10.0, prefix=f"{module.PREFIX}0/0//")) or (None, "")
     assert (culprit, reason) == (1, "rank 1 has ended, and its place is taken")
     in_threads(lambda: enter(replacement), lambda: enter(first[0]))
     assert first[0].generation == replacement.generation == 1
-    assert not first[0].over()
+    assert first[0].culprit() is None
 
 
 def test_a_generation_is_given_up_once(store: Any) -> None:
