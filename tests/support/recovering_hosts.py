@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from odc.errors import OdcError
 from odc.ranks.processes import PATIENCE_S, RanksFailed, task
 from odc.ranks.worker import _end, die_with
 from support import recovering
@@ -69,13 +70,22 @@ def _start(environment: dict[str, str], program: Sequence[Any]) -> int:
         die_with(parent)
         os.environ.update(environment)
         torch.set_num_threads(1)
-        torch.save(recovering.train(*program), result_file(program[0], int(os.environ["RANK"])))
+        torch.save(_trained(program), result_file(program[0], int(os.environ["RANK"])))
         code = 0
     except BaseException as error:
         sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)  # peers learn of it
     _end(code)
     raise AssertionError("unreachable")
+
+
+def _trained(program: Sequence[Any]) -> dict[str, Any] | None:
+    try:
+        return recovering.train(*program)
+    except OdcError as error:
+        if "the job has kept its last step, and is over" not in str(error):
+            raise
+        return None
 
 
 def result_file(folder: str, rank: int) -> Path:
@@ -95,11 +105,11 @@ def run_on(
     killed: tuple[float, int, int] | None = None,
     work: Work = COMMON,
     **options: Any,
-) -> list[dict[str, Any]]:
-    """The job on `per_host` ranks of each host, and what each rank returned. `killed` and `work` are those of
-    `train`, and `options` go to `odc.Recovery`.
+) -> list[Any]:
+    """The job on `per_host` ranks of each host, and what each rank returned; None if it ended after the last step.
 
-    `launches`, by host, say otherwise. With `keeper` the launchers say that they start ranks again, as torchrun does.
+    `killed` and `work` are those of `train`; `options` go to `odc.Recovery`. `launches`, by host, say otherwise where
+    ranks are started. With `keeper` the launchers say that they start ranks again, as torchrun does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     allowed = 3 * len(deaths) if restarts is None else restarts
