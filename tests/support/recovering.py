@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import signal
@@ -46,11 +47,15 @@ class Death(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a step computes. Without `clip` it calls no collective of torch's; `idle` it has no microbatches."""
+    """What a step computes. Without `clip` it calls no collective of torch's; `idle` it has no microbatches.
+
+    `tidy`, it collects garbage before it counts what it holds: over hosts a generation leaves cycles of objects.
+    """
 
     clip: bool = True
     width: int = WIDTH
     idle: bool = False
+    tidy: bool = False
 
 
 COMMON = Work()
@@ -161,6 +166,8 @@ def train(
             if work.idle:
                 for wait in before_done:  # at the end a job does not wait until buddies have the last state
                     wait()
+            if work.tidy:
+                gc.collect()
             held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), _heaps()))
         return {
             "weights": [parameter.to_local().detach().clone() for parameter in model.parameters()],
