@@ -34,7 +34,7 @@ ALONE = {
     "keep": [Death(0, 2, "keep"), Death(2, 4, "keep"), Death(1, 5, "step")],
     "while ranks meet": [Death(1, 1, "backward"), Death(1, -1, "ready"), Death(2, 4, "begin"), Death(2, 0, "restore")],
 }
-#: No collective of torch's: when a rank ends while gloo first connects after a meeting, the others wait for long.
+#: No collective of torch's: a rank that ends while gloo first connects holds the others up for long.
 QUIET = Work(clip=False)
 QUICK = {"clip and step", "another recovery", "one after the other"}
 
