@@ -74,7 +74,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_transformers_loss.py \
 	    --ignore tests/integrations/test_transformers_pieces.py --ignore tests/integrations/test_accelerate.py \
 	    --ignore tests/integrations/test_examples.py --ignore tests/integrations/test_train.py \
-	    --installed accelerate,transformers,verl $(ARGS)
+	    --installed accelerate,ray,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 

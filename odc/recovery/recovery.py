@@ -124,12 +124,9 @@ class Recovery:
         while True:
             while self.step < total:
                 yield self.step
-            try:
-                self._generations.finish()
-                self._end_keeper()
+            with self.repeatable():
+                self.finish()
                 return
-            except GenerationOver:
-                self._recover("a rank has ended after its last step", self.rank)
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -140,12 +137,33 @@ class Recovery:
         """
         if self._trained is None:
             raise ConfigError("protect() must be called before attempt()")
-        lost = None
+        with self.repeatable():
+            yield
+            self.count()
+
+    def count(self) -> None:
+        """A step is done: keep it. Inside `repeatable`, before this rank ends the next one."""
+        self.step += 1
+        if self.step % self._every == 0:
+            self._keep()
+
+    def finish(self) -> None:
+        """The last step is done: wait until every rank has kept its last. Inside `repeatable`; the job is over then."""
+        self._generations.finish()
+        self._end_keeper()
+
+    @contextlib.contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """For loops that are not this program's: a block of many steps, each of which calls `count`, and `finish`.
+
+        If a rank is lost in it, all go back to the last step that all have kept, `step`, from where the loop has to go
+        on. Errors as of `attempt`, which is this for one step.
+        """
+        lost: tuple[str, int | None] | None = None
         try:
             yield
-            self.step += 1
-            if self.step % self._every == 0:
-                self._keep()
+        except GenerationOver:
+            lost = "a rank has ended after its last step", None
         except RuntimeError as error:
             if not self._is_loss(error):
                 raise
@@ -291,7 +309,8 @@ def _launchers_store(timeout_s: float) -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise UnsupportedError(
             "rank 0 would host the job's store, which ends with it: start the ranks by a launcher that hosts it "
-            "(torchrun, odc train) or give odc.Recovery(store=...) one that outlives every rank"
+            "(torchrun, odc train), start one by `python -m odc.recovery.store` (docs/recovery.md), or give "
+            "odc.Recovery(store=...) one that outlives every rank"
         )
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
