@@ -13,6 +13,7 @@ import torch
 import odc
 from odc import Settings
 from odc.experiments.launch import launch
+from odc.recovery.generations import Generations
 from support.recovering import Death, Fate
 from support.trainers import arguments, model, padded, samples
 
@@ -67,17 +68,15 @@ def train(
         def on_optimizer_step(self, *unused: Any, **given: Any) -> None:
             at("step")
 
-        def on_train_end(self, *unused: Any, **given: Any) -> None:
-            at("end")
-
     def at(point: str, *unused: Any) -> None:
         fate.step = trainer.state.global_step
         fate.at(point)
 
+    stopping = options.pop("callbacks", [])
     given = {"train_dataset": samples(), "eval_dataset": samples()[:4], "data_collator": padded}
     settings = Settings(reproducible=True, timeout_s=60, check_protocol=True)
     trainer: Any = OdcTrainer(
-        dropping(), args, recovery=recovery, settings=settings, callbacks=[Dying()], **given, **options
+        dropping(), args, recovery=recovery, settings=settings, callbacks=[Dying(), *stopping], **given, **options
     )
     forwards = [0]
 
@@ -86,12 +85,69 @@ def train(
         at("forward" if forwards[0] % 2 else "second forward")
 
     trainer.model.register_forward_pre_hook(forward)
+    fate.watch(Generations, "finish", "finish")
     found = trainer.train()
     times = ("runtime", "per_second")
     history = [
         {name: value for name, value in one.items() if not name.endswith(times)} for one in trainer.state.log_history
     ]
     return result(trainer.model, trainer.optimizer, recovery) | {"history": history, "loss": found.training_loss}
+
+
+def accelerated(folder: str, output: str, deaths: Collection[Death], *unused: Any) -> dict[str, Any]:
+    """A loop of one's own under Accelerate; as `train`."""
+    warnings.simplefilter("ignore")
+    recovery = odc.Recovery(rejoin_s=120)
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    from odc.integrations.accelerate import OdcFsdpPlugin, RepeatableBatches
+
+    fate = Fate(int(os.environ["RANK"]), deaths, Path(folder))
+    settings = Settings(reproducible=True, timeout_s=60, check_protocol=True)
+    wrapped: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
+    wrapped["transformer_cls_names_to_wrap"] = ["Qwen2DecoderLayer"]
+    plugin = OdcFsdpPlugin(settings=settings, **wrapped)
+    seeded = DataLoaderConfiguration(use_seedable_sampler=True)
+    made = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin, dataloader_config=seeded)
+    net = dropping()
+    optimizer: Any = torch.optim.AdamW(net.parameters(), lr=1e-2, eps=1e-3)
+    schedule: Any = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+    loader: Any = torch.utils.data.DataLoader(samples(), batch_size=2, shuffle=True, collate_fn=padded)
+    net, optimizer, schedule, loader = made.prepare(net, optimizer, schedule, loader)
+    batches, losses = RepeatableBatches(made, loader), Losses()
+    recovery.protect(net, optimizer, schedule=schedule, batches=batches, losses=losses)
+    for step in recovery.steps(9):
+        fate.step = step
+        with recovery.attempt():
+            for number, batch in enumerate(batches):
+                with made.accumulate(net):
+                    loss = net(**batch).loss
+                    fate.at("second forward" if number else "forward")
+                    made.backward(loss)
+                    losses.all.append(float(loss.detach()))
+                    if made.sync_gradients:
+                        made.clip_grad_norm_(net.parameters(), 1.0)
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                if made.sync_gradients:
+                    break
+            fate.at("step")
+    return result(net, optimizer, recovery) | {"history": losses.all, "loss": schedule.get_last_lr()}
+
+
+class Losses:
+    """Of every microbatch."""
+
+    def __init__(self) -> None:
+        self.all = list[float]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": [*self.all]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.all = state["all"]
 
 
 def result(net: Any, optimizer: Any, recovery: odc.Recovery) -> dict[str, Any]:
@@ -104,8 +160,10 @@ def result(net: Any, optimizer: Any, recovery: odc.Recovery) -> dict[str, Any]:
     }
 
 
-def run(folder: Path, deaths: Collection[Death] = (), *, changes: Any = None, **options: Any) -> Any:
+def run(
+    folder: Path, deaths: Collection[Death] = (), *, program: Any = train, changes: Any = None, **options: Any
+) -> Any:
     """The job of two ranks, and what each returned."""
     (folder / "deaths").mkdir(parents=True)
     given = str(folder / "deaths"), str(folder / "output"), tuple(deaths), changes or {}, options
-    return launch(train, *given, ranks=2, restarts=2 * len(deaths))
+    return launch(program, *given, ranks=2, restarts=2 * len(deaths))
