@@ -36,7 +36,7 @@ from odc.integrations.transformers_balance import (
 )
 from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_unplanned, wants_router_loss
 from odc.integrations.transformers_pieces import arguments_of, refuse_documents, refuse_unsplittable, row_of
-from odc.integrations.transformers_recovery import RecoveringTrainer, refuse_unrepeatable
+from odc.integrations.transformers_recovery import RecoveringTrainer, alone, refuse_unrepeatable
 from odc.integrations.transformers_rows import refuse_mixed_rows
 from odc.recovery import Recovery
 from odc.settings import Settings
@@ -148,7 +148,8 @@ class OdcTrainer(RecoveringTrainer):
         self._max_tokens, self._split = max_tokens, split
         self._splitter: Splitter | None = None
         self._scaled: ScaledLoss | None = None
-        super().__init__(model=model, args=args, **options)
+        with alone(recovery):
+            super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
         if split and max_tokens is None:
             raise ConfigError("split=True needs max_tokens, the most tokens of a microbatch and of a piece")
@@ -264,6 +265,8 @@ class OdcTrainer(RecoveringTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._kept_instead:
+            return
         model = model or self.model
         if isinstance(model, PreTrainedModel):
             weights = self._kind.from_pretrained(resume_from_checkpoint).state_dict()
@@ -275,7 +278,7 @@ class OdcTrainer(RecoveringTrainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
+        if checkpoint is None or self._kept_instead:
             return
         state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True)
         set_optimizer_state_dict(self.model, self.optimizer.optimizer, state, options=_WHOLE)

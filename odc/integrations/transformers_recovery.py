@@ -7,13 +7,16 @@ begins: its logging, evaluation and saving are done then, and the samples of the
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
-from odc.errors import ConfigError, install
+from odc.errors import ConfigError, OdcError, install
 from odc.recovery import Recovery
 from odc.recovery.state import random_states, set_random_states
 
 try:
+    from accelerate.state import AcceleratorState, PartialState, is_initialized
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
@@ -31,7 +34,8 @@ _CHANGED = (
 
 def refuse_unrepeatable(trainer: Any, max_tokens: int | None, split: bool) -> None:
     """Raise ConfigError if a Trainer's steps cannot be done again as they were."""
-    args, sampling = trainer.args, str(getattr(trainer.args.train_sampling_strategy, "value", "random"))
+    args, sampling = trainer.args, trainer.args.train_sampling_strategy
+    sampling = str(getattr(sampling, "value", sampling))
     ordered = {"random", "sequential"} | ({"group_by_length"} if max_tokens is not None else set())
     wrong = {
         "split=True": (split, "arenas do not outlive a rank; leave it out"),
@@ -116,19 +120,45 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
             self.recovery.protect(trainer.model, optimizer, first=self.first, loop=self)
             if self.resumes:
                 raise _GoOn
-        elif self.kept is not None:
+        if self.kept is not None:
             trainer.lr_scheduler.load_state_dict(self.kept["scheduler"])
-        if self.kept is not None and not self.resumes:
-            self.put_back()
+            if not self.resumes:
+                self.put_back()
+        # A new process has been loading for seconds. If it ends in them, a rank in a collective might not notice.
+        self.recovery.wait_for_all("loop")
+
+    @property
+    def loads(self) -> bool:
+        """Whether weights and moments come from what was kept, or have come; a checkpoint's loading is a collective."""
+        return self.recovery.goes_on and (self.first is None or self.kept is not None)
 
     def _callbacks(self) -> list[Any]:
         return [one for one in self.trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+
+@contextlib.contextmanager
+def alone(recovery: Recovery | None) -> Iterator[None]:
+    """In a process that takes another's place accelerate's barriers are passed at once: the others are beyond them."""
+    if recovery is None or not recovery.generation:
+        yield
+        return
+    vars(PartialState())["wait_for_everyone"] = lambda: None
+    try:
+        yield
+    finally:
+        for state in (PartialState, AcceleratorState) if is_initialized() else (PartialState,):
+            vars(state()).pop("wait_for_everyone", None)  # one began as a copy of the other
 
 
 class RecoveringTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose loop begins again at the last kept step when a rank is lost; as the Trainer's without `_loop`."""
 
     _loop: TrainerLoop | None = None
+
+    @property
+    def _kept_instead(self) -> bool:
+        """Whether what a checkpoint has comes from what was kept."""
+        return self._loop is not None and self._loop.loads
 
     def recover_by(self, recovery: Recovery) -> None:
         """Once, when the Trainer is made."""
@@ -145,6 +175,8 @@ class RecoveringTrainer(Trainer):  # type: ignore[misc]
             try:
                 with loop.recovery.repeatable():
                     return super()._inner_training_loop(*args, **again)
+                if again.get("resume_from_checkpoint") not in (None, _KEPT) and not loop.recovery.goes_on:
+                    raise OdcError("a rank has ended before it kept what the checkpoint holds, which all load together")
             except _GoOn:
                 pass
             again = options | ({"resume_from_checkpoint": _KEPT} if loop.resumes else {})

@@ -83,6 +83,14 @@ class Recovery:
         """How many sets of processes the job has had before this one."""
         return self._generations.generation
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the ranks have met at a step that all have kept, which `protect` loads in a new process.
+
+        If not, some rank has kept none, and the job is at its beginning.
+        """
+        return self._agreed is not None
+
     def protect(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -147,6 +155,10 @@ class Recovery:
         if self.step % self._every == 0:
             self._keep()
 
+    def wait_for_all(self, point: str) -> None:
+        """Wait until every rank of this generation has come to a point. Inside `repeatable`: a death ends the wait."""
+        self._generations.ready(point, Held([]))
+
     def finish(self) -> None:
         """The last step is done: wait until every rank has kept its last. Inside `repeatable`; the job is over then."""
         self._generations.finish()
@@ -163,7 +175,7 @@ class Recovery:
         try:
             yield
         except GenerationOver:
-            lost = "a rank has ended after its last step", None
+            lost = "a rank has ended", None
         except RuntimeError as error:
             if not self._is_loss(error):
                 raise
@@ -222,9 +234,9 @@ class Recovery:
         _log.warning("rank %d goes back to the last kept step: %s", self.rank, reason)
         leave_generation(list(self._state.models), reason, culprit)
         self._generations.leave()
-        agreed = self._meet()
+        self._agreed = self._meet()
         enter_generation(list(self._state.models))
-        self._restore(self._first if agreed is None else agreed)
+        self._restore(self._first if self._agreed is None else self._agreed)
 
     def _meet(self) -> int | None:
         """Enter a generation, with a process group; the newest step that all have kept, None at the beginning."""

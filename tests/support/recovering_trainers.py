@@ -1,10 +1,10 @@
-"""Hugging Face's Trainer, and a loop under Accelerate, in jobs that survive deaths: see `recovering`."""
+"""Hugging Face's Trainers, and a loop under Accelerate, in jobs that survive deaths: see `recovering`."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 import odc
 from odc import Settings
+from odc.experiments.data.bpe import ByteTokenizer
 from odc.experiments.launch import launch
 from odc.recovery.generations import Generations
 from support.recovering import Death, Fate
@@ -27,31 +28,71 @@ CHANGES: dict[str, Any] = {
     "save_steps": 3,
     "lr_scheduler_type": "cosine",
 }
+SETTINGS = Settings(reproducible=True, timeout_s=60, check_protocol=True)
 
 
-def dropping() -> Any:
+def dropping(vocab: int = 60) -> Any:
     """The small model, whose forwards draw random numbers."""
-    net = model()
+    net = model(vocab)
     for block in net.model.layers:
         block.self_attn.attention_dropout = 0.1
     return net
 
 
+def stock(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -> Any:
+    """An `OdcTrainer` on rows of tokens."""
+    from odc.integrations.transformers import OdcTrainer
+
+    given = {"train_dataset": samples(), "eval_dataset": samples()[:4], "data_collator": padded}
+    return OdcTrainer(dropping(), arguments(folder, **changes), settings=SETTINGS, **given, **options)
+
+
+def finetuning(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -> Any:
+    """TRL's SFTTrainer with the mixin."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class OdcSFTTrainer(OdcTrainer, SFTTrainer): ...
+
+    rank = os.environ["RANK"]  # each has a folder of its own, as nothing may wait for others before the loop
+    ByteTokenizer().save(folder / f"tokenizer{rank}")
+    given = {"train_dataset": Dataset.from_list(samples()), "eval_dataset": Dataset.from_list(samples()[:4])}
+    given["processing_class"] = AutoTokenizer.from_pretrained(folder / f"tokenizer{rank}")
+    args = arguments(folder, SFTConfig, bf16=False, **changes)
+    return OdcSFTTrainer(dropping(ByteTokenizer.vocab_size), args, settings=SETTINGS, **given, **options)
+
+
 def train(
-    folder: str, output: str, deaths: Collection[Death], changes: dict[str, Any], options: dict[str, Any]
+    folder: str,
+    output: str,
+    deaths: Collection[Death],
+    made: Callable[[Path, dict[str, Any], dict[str, Any]], Any] = stock,
+    changes: dict[str, Any] | None = None,
+    resume: str | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """The program of a rank; returns what must be equal after any deaths."""
     from transformers import TrainerCallback
 
-    from odc.integrations.transformers import OdcTrainer
-
     warnings.simplefilter("ignore")
     recovery = odc.Recovery(rejoin_s=120)
     fate = Fate(int(os.environ["RANK"]), deaths, Path(folder))
-    args = arguments(Path(output), **(CHANGES | changes))
+    fate.step = 0
+    forwards = [0]
+
+    def at(point: str) -> None:
+        fate.step = trainer.state.global_step
+        fate.at(point)
+
+    def forward(*unused: Any) -> None:
+        forwards[0] += torch.is_grad_enabled()
+        at("forward" if forwards[0] % 2 else "second forward")
 
     class Dying(TrainerCallback):
-        """Dies where its own `state` and `control` show the step; points are a callback's."""
+        """Its events are points."""
 
         def on_log(self, *unused: Any, **given: Any) -> None:
             at("log")
@@ -68,34 +109,34 @@ def train(
         def on_optimizer_step(self, *unused: Any, **given: Any) -> None:
             at("step")
 
-    def at(point: str, *unused: Any) -> None:
-        fate.step = trainer.state.global_step
-        fate.at(point)
-
-    stopping = options.pop("callbacks", [])
-    given = {"train_dataset": samples(), "eval_dataset": samples()[:4], "data_collator": padded}
-    settings = Settings(reproducible=True, timeout_s=60, check_protocol=True)
-    trainer: Any = OdcTrainer(
-        dropping(), args, recovery=recovery, settings=settings, callbacks=[Dying(), *stopping], **given, **options
-    )
-    forwards = [0]
-
-    def forward(*unused: Any) -> None:
-        forwards[0] += torch.is_grad_enabled()
-        at("forward" if forwards[0] % 2 else "second forward")
-
+    options["callbacks"] = [Dying(), *options.get("callbacks", [])]
+    trainer = made(Path(output), CHANGES | (changes or {}), options | {"recovery": recovery})
     trainer.model.register_forward_pre_hook(forward)
     fate.watch(Generations, "finish", "finish")
-    found = trainer.train()
+    fate.watch(odc.Recovery, "protect", "building")
+    loss = trainer.train(resume_from_checkpoint=resume).training_loss
     times = ("runtime", "per_second")
     history = [
         {name: value for name, value in one.items() if not name.endswith(times)} for one in trainer.state.log_history
     ]
-    return result(trainer.model, trainer.optimizer, recovery) | {"history": history, "loss": found.training_loss}
+    return result(trainer.model, trainer.optimizer, recovery) | {"history": history, "loss": loss}
 
 
-def accelerated(folder: str, output: str, deaths: Collection[Death], *unused: Any) -> dict[str, Any]:
-    """A loop of one's own under Accelerate; as `train`."""
+class Losses:
+    """Of every microbatch."""
+
+    def __init__(self) -> None:
+        self.all = list[float]()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"all": [*self.all]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.all = state["all"]
+
+
+def accelerated(folder: str, output: str, deaths: Collection[Death]) -> dict[str, Any]:
+    """A loop of one's own under Accelerate, of nine steps of two microbatches; otherwise as `train`."""
     warnings.simplefilter("ignore")
     recovery = odc.Recovery(rejoin_s=120)
     from accelerate import Accelerator
@@ -104,10 +145,9 @@ def accelerated(folder: str, output: str, deaths: Collection[Death], *unused: An
     from odc.integrations.accelerate import OdcFsdpPlugin, RepeatableBatches
 
     fate = Fate(int(os.environ["RANK"]), deaths, Path(folder))
-    settings = Settings(reproducible=True, timeout_s=60, check_protocol=True)
     wrapped: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap"}
     wrapped["transformer_cls_names_to_wrap"] = ["Qwen2DecoderLayer"]
-    plugin = OdcFsdpPlugin(settings=settings, **wrapped)
+    plugin = OdcFsdpPlugin(settings=SETTINGS, cpu=True, **wrapped)
     seeded = DataLoaderConfiguration(use_seedable_sampler=True)
     made = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin, dataloader_config=seeded)
     net = dropping()
@@ -137,19 +177,6 @@ def accelerated(folder: str, output: str, deaths: Collection[Death], *unused: An
     return result(net, optimizer, recovery) | {"history": losses.all, "loss": schedule.get_last_lr()}
 
 
-class Losses:
-    """Of every microbatch."""
-
-    def __init__(self) -> None:
-        self.all = list[float]()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"all": [*self.all]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.all = state["all"]
-
-
 def result(net: Any, optimizer: Any, recovery: odc.Recovery) -> dict[str, Any]:
     return {
         "weights": [parameter.to_local().detach().clone() for parameter in net.parameters()],
@@ -160,10 +187,13 @@ def result(net: Any, optimizer: Any, recovery: odc.Recovery) -> dict[str, Any]:
     }
 
 
-def run(
-    folder: Path, deaths: Collection[Death] = (), *, program: Any = train, changes: Any = None, **options: Any
-) -> Any:
+def program_of(program: Callable[..., Any], given: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return program(*given, **options)
+
+
+def run(folder: Path, deaths: Collection[Death] = (), program: Callable[..., Any] = train, **options: Any) -> Any:
     """The job of two ranks, and what each returned."""
-    (folder / "deaths").mkdir(parents=True)
-    given = str(folder / "deaths"), str(folder / "output"), tuple(deaths), changes or {}, options
-    return launch(program, *given, ranks=2, restarts=2 * len(deaths))
+    for name in ("deaths", "output"):
+        (folder / name).mkdir(parents=True)
+    given = str(folder / "deaths"), str(folder / "output"), tuple(deaths)
+    return launch(program_of, program, given, options, ranks=2, restarts=3 * len(deaths))
