@@ -175,10 +175,10 @@ class RecoveringTrainer(Trainer):  # type: ignore[misc]
             try:
                 with loop.recovery.repeatable():
                     return super()._inner_training_loop(*args, **again)
-                if again.get("resume_from_checkpoint") not in (None, _KEPT) and not loop.recovery.goes_on:
-                    raise OdcError("a rank has ended before it kept what the checkpoint holds, which all load together")
             except _GoOn:
                 pass
+            if again.get("resume_from_checkpoint") not in (None, _KEPT) and not loop.recovery.goes_on:
+                raise OdcError("a rank has ended before it kept what the checkpoint holds, which all load together")
             again = options | ({"resume_from_checkpoint": _KEPT} if loop.resumes else {})
             self._created_lr_scheduler = False  # the loop would make another one
 
