@@ -23,6 +23,7 @@ STORE_DEATH_S, STORE_DEATH_POLL_S = (
 
 # Recovery.
 LOSS_SHOWS_S, LOSS_POLL_S = 5.0, 0.01  # for the end of a rank to show, after an error that may be its consequence
+STATE_POLL_S, STATE_LONGEST_POLL_S = 0.001, 0.05  # between two checks whether a rank on another host shows its state
 
 # Messages through the job's store.
 MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S = 2e-4, 2e-2  # between two checks for what a member sends or takes

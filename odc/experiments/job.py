@@ -61,14 +61,17 @@ def run_rank(workload: Workload[Any]) -> Any:
 
     Makes the process group and takes it down again. Raises only on the rank where something fails.
     """
-    workload.check()  # before the ranks meet, so before any has written
     job = workload.job
+    if not workload.restarts:
+        workload.check()  # before the ranks meet, so before any has written
     with (
         rank_group(
             job.ranks, job.timeout_s, devices.backend(workload.device, job.ranks), workload.restarts
         ) as recovery,
         closing(Progress(job.steps, workload.title, shown=workload.shown and dist.get_rank() == 0)) as progress,
     ):
+        if recovery is not None and recovery.generation == 0:
+            workload.check()  # a later process finds what the one before has written
         device = devices.take_device(workload.device, job.ranks)
         return RankJob(workload, progress, device, recovery).run()
 
@@ -93,7 +96,8 @@ def _until_all_are_done(recovery: Recovery | None) -> Iterator[Recovery | None]:
         dist.barrier()  # no rank takes the group down while another still writes
     finally:
         shutdown()
-        dist.destroy_process_group()
+        if dist.is_initialized():  # a recovery that failed has none
+            dist.destroy_process_group()
 
 
 class RankJob:
@@ -127,6 +131,8 @@ class RankJob:
         messages.disable_progress_bar()  # it would be drawn over the job's
         devices.trim()
         self.baseline = devices.held_bytes(device)
+        if recovery is None or recovery.generation == 0:
+            self.trainer.check()
         self.trainer.build()
 
     @property
@@ -192,7 +198,8 @@ class RankJob:
         self.trainer.restore(state["trainer"])
         self.records, self.skipped, self._clock = state["records"], state["skipped"], None
         recorder().clear()
-        done = max((record.step for record in (*self.records, *self.skipped)), default=0)
+        reported: list[StepRecord | SkippedStep] = [*self.records, *self.skipped]
+        done = max((record.step for record in reported), default=0)
         if self.workload.log is not None and self.rank == 0:
             _drop_after(self.workload.log, done)
 

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 class Trainer(ABC):
     """One rank's model, data and step, on the rank's training thread. All ranks build theirs together.
 
-    The constructor reads data; `build` sets `model` and `optimizer`. A checkpoint holds both, and `state`.
+    The constructor reads data; `build`, which meets no other rank, sets `model` and `optimizer`. A checkpoint holds
+    both, and `state`.
     """
 
     model: Any
     optimizer: Optimizer
+
+    def check(self) -> None:
+        """Checks that are made once a job, before `build`; every rank calls it, and it may meet the other ranks."""
+        return
 
     @abstractmethod
     def build(self) -> None:

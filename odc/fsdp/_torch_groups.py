@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from odc.errors import UnsupportedError
 from odc.fsdp._torch_compat import FSDPParamGroup
 
+#: What the keys of the default process group begin with, in the store that it was made with.
+DEFAULT_PREFIX = "0//"
 _GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
 
 for _owner, _name in ((DeviceMesh, "_get_root_mesh"), (distributed_c10d, "_resolve_process_group")):
@@ -53,9 +55,10 @@ def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
 def take_groups(groups: Iterable[FSDPParamGroup]) -> None:
     """Give the units the default process group that was made since `drop_groups`."""
     groups = list(groups)
+    resolve = cast(Any, distributed_c10d)._resolve_process_group
     for mesh in _meshes(groups):
         for name in mesh._dim_group_names:
-            mesh._pg_registry[name] = distributed_c10d._resolve_process_group(name)
+            mesh._pg_registry[name] = resolve(name)
     for info in _infos(groups):
         info.shard_process_group = info.mesh.get_group(info.shard_mesh_dim)
 

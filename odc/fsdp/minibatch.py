@@ -7,7 +7,7 @@ close all their epochs before they wait for any.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from odc.errors import AbandonedMinibatchError, OdcError, culprit_of
@@ -20,6 +20,10 @@ from odc.fsdp.sender import Sender
 from odc.protocol import Gradient, Outcome, RootState, UnitSpec
 from odc.runtime import Endpoint
 from odc.trace import Mark, recorder
+
+#: Called before this rank is done with a minibatch, on its main thread: a wait that has had the forward and backward to
+#: end in. What one raises ends the job, as the loss of a peer does.
+before_done: list[Callable[[], object]] = []
 
 
 @dataclass
@@ -169,6 +173,8 @@ class Minibatch:
         if not partial:
             self._iteration.forget_order()
         self._flush()
+        for wait in before_done:
+            wait()
         self._member.protocol.attach_all()  # before DONE: a peer may end right after it has seen DONE
         given_up = self.current.given_up
         self._member.done(Outcome.TRAINED if given_up is None else Outcome.ABANDONED, given_up or "")

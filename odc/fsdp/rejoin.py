@@ -9,15 +9,18 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from odc.deadlines import STORE_ENDING_S
+from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import _torch_groups
 from odc.fsdp.call import join_job, shutdown
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.root import live_roots
 from odc.fsdp.root_layout import registered
-from odc.net import JobStore, announce_failure
+from odc.net import JobStore, announce_failure, announce_process
+from odc.net.network import HostNetwork
 from odc.protocol import Word
+from odc.runtime import daemon
+from odc.settings import Settings
 
 
 def sharded_groups(model: nn.Module) -> list[OdcParamGroup]:
@@ -32,9 +35,30 @@ def refuse_groups(model: nn.Module) -> None:
     _torch_groups.refuse_other_groups(sharded_groups(model))
 
 
-def job_aborted() -> bool:
-    """Whether a root of this process has learned that its job is over."""
-    return any(root.member.protocol.board.load(Word.ABORT) for root in live_roots())
+def aborted_by_another() -> bool:
+    """Whether a root of this process has learned that another rank has ended the job."""
+    found = {root.member.protocol.board.load(Word.ABORT) - 1 for root in live_roots()}
+    return bool(found - {-1, dist.get_rank()})
+
+
+def announce_rank() -> None:
+    """Let the others notice from now on that this process ends: those of its host, and its neighbours on other hosts.
+
+    In each new default process group. Without it the end of a rank before its first `fully_shard` would be noticed by
+    no rank. Waits for no rank.
+    """
+    rank, store = dist.get_rank(), compat.default_store()
+    announce_process(JobStore(store, STORE_LEAST_S, rank), rank)
+    daemon(rank).watch_hosts(store, None)
+
+
+def host_network() -> HostNetwork:
+    """How other hosts reach this process, in the present default process group.
+
+    Raises UnsupportedError where this host's address cannot be determined, and as a JobStore does.
+    """
+    rank = dist.get_rank()
+    return daemon(rank).listening(compat.default_store(), Settings())
 
 
 def leave_generation(models: list[nn.Module], reason: str, culprit: int) -> None:

@@ -110,7 +110,8 @@ class JobStore:
 
     Every method raises WaitTimeoutError if the store does not answer within `timeout_s`, and PeerLostError if it has
     gone with the process that hosts it. `store` may be a JobStore, whose connection is then shared; `rank` is for
-    messages; `watch`, called every 0.1 s while a call takes long, may raise to end the wait.
+    messages; `watch`, called every 0.1 s while a call takes long, may raise to end the wait. What `lasts` outlives a
+    start of all ranks by torchrun.
     """
 
     def __init__(
@@ -120,7 +121,11 @@ class JobStore:
         rank: int | None = None,
         prefix: str = "",
         watch: Callable[[], object] = _nothing,
+        *,
+        lasts: bool = False,
     ) -> None:
+        if not isinstance(store, JobStore) and not lasts:
+            prefix = attempt() + prefix
         self._store: Any = store._store if isinstance(store, JobStore) else store
         self._connection = _connect(self._store)
         self.timeout_s, self._rank, self._prefix, self._watch = timeout_s, rank, prefix, watch
@@ -266,6 +271,14 @@ def _hosting_rank() -> int | None:
 
 def _host() -> str:
     return "the launcher" if _hosting_rank() is None else "rank 0, unless a launcher does"
+
+
+def attempt() -> str:
+    """Begins the keys of what torchrun has started again: on one host its store stays, with what the ranks before have
+    left in it. Over hosts it is empty, because each host's torchrun counts for itself.
+    """
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return "" if count == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1" else f"attempt{count}/"
 
 
 def announce_process(store: JobStore, rank: int) -> None:

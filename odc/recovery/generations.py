@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from odc.deadlines import STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
+from odc.deadlines import STORE_LEAST_S, STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
 from odc.errors import OdcError, WaitTimeoutError
+from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.memory import ProcessHandle
-from odc.net import JobStore
-from odc.net.store import host_identity
+from odc.net import JobStore, announce_failure
+from odc.net.store import attempt, failure, host_identity
 
 PREFIX = "odc/recovery/"
 
@@ -95,7 +96,7 @@ class Generations:
 
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
-        self._store = JobStore(store, max(timeout_s, 5.0), rank, PREFIX)
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), rank, PREFIX, lasts=True)
         self.generation = 0
         self.presences: dict[int, Presence] = {}
         self._processes: dict[int, ProcessHandle] = {}
@@ -111,6 +112,8 @@ class Generations:
         self.generation = self._newest()
         own = f"{self.generation}/present/{self.rank}"
         if self._store.check([own]):  # this process itself, before a death, or the one whose place it takes
+            # Ranks of other hosts may wait for that one's heap, and have no other way to learn of its end.
+            announce_failure(self._of_group(), f"rank {self.rank} has ended, and its place is taken", self.rank)
             self.leave()
             raise GenerationOver
         for process in self._processes.values():
@@ -158,9 +161,13 @@ class Generations:
         old = str(self.generation)
         self._store.compare_set("generation", "" if not self.generation else old, str(self.generation + 1))
 
-    def over(self) -> bool:
-        """Whether this rank's generation has been given up, or a process of this host in it has ended."""
-        return self._newest() > self.generation or bool(self._dead())
+    def culprit(self) -> int | None:
+        """The rank that has ended this generation, -1 where that is not known; None while it goes on."""
+        if dead := [rank for rank, process in self._processes.items() if not process.alive()]:
+            return dead[0]
+        if (found := failure(self._of_group())) is not None:  # also of a rank on another host
+            return found[0]
+        return -1 if self._newest() > self.generation else None
 
     def here(self, rank: int) -> bool:
         """Whether a rank of this generation is on this host."""
@@ -173,8 +180,10 @@ class Generations:
     def _newest(self) -> int:
         return int(self._store.find("generation") or 0)
 
-    def _dead(self) -> list[int]:
-        return [rank for rank, process in self._processes.items() if not process.alive()]
+    def _of_group(self) -> JobStore:
+        """What ranks store of this generation beside what this module does, in the store of their process group."""
+        prefix = f"{PREFIX}{self.generation}/{DEFAULT_PREFIX}{attempt()}"
+        return JobStore(self._store, self._store.timeout_s, self.rank, prefix)
 
     def _await(self, what: str) -> dict[int, bytes]:
         found: dict[int, bytes] = {}
@@ -185,9 +194,7 @@ class Generations:
                 if text is not None:
                     found[rank] = text
                     self._watch(rank, text, what)
-            if self._newest() > self.generation:
-                raise GenerationOver
-            if self._dead():
+            if self.culprit() is not None:
                 self.leave()
                 raise GenerationOver
             if deadline.passed(len(found)):

@@ -22,18 +22,17 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, STORE_LEAST_S, Deadline
+from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
 from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
-from odc.fsdp import default_store
-from odc.fsdp.rejoin import enter_generation, job_aborted, leave_generation, refuse_groups
-from odc.net import JobStore, announce_process
+from odc.fsdp.rejoin import aborted_by_another, announce_rank, enter_generation, leave_generation, refuse_groups
 from odc.recovery import keeper
+from odc.recovery.buddy import Buddies
 from odc.recovery.generations import PREFIX, GenerationOver, Generations, Held, newest_common
 from odc.recovery.slots import Slots
 from odc.recovery.state import Stateful, TrainingState
@@ -51,24 +50,32 @@ class Recovery:
         store: a `torch.distributed.Store` that no rank hosts; None makes a client of the launcher's.
         rejoin_s: seconds to wait for a rank to meet the others, a replacement for one that has ended among them.
         every: keep each so many steps; a death costs as many minibatches.
+        keep: "host": a state is lost with the last process of its host. "buddy": it is kept on another host too, and
+            sent there after each kept step; a whole host may end. The same on every rank.
 
     Raises:
         ConfigError: torchrun's variables are missing, or arguments that mean nothing.
-        UnsupportedError: there is a process group already, or rank 0 hosts the store.
+        UnsupportedError: there is a process group already, rank 0 hosts the store, or there is no other host for a
+            buddy.
         WaitTimeoutError: a rank did not come within `rejoin_s`.
         OdcError: the job is over.
     """
 
-    def __init__(self, store: Any = None, *, rejoin_s: float = 300.0, every: int = 1) -> None:
+    def __init__(
+        self, store: Any = None, *, rejoin_s: float = 300.0, every: int = 1, keep: Literal["host", "buddy"] = "host"
+    ) -> None:
         if every < 1 or rejoin_s <= 0:
             raise ConfigError(f"every={every} must be 1 or more, rejoin_s={rejoin_s} more than 0")
+        if keep not in ("host", "buddy"):
+            raise ConfigError(f"keep={keep!r} must be 'host' or 'buddy'")
         if dist.is_initialized():
             raise UnsupportedError("there is a process group already; odc.Recovery() makes it, before anything else")
         self.rank, self.world = _place()
         self._store = store or _launchers_store(rejoin_s)
-        self._every = every
+        self.every = every
         self._generations = Generations(self._store, self.rank, self.world, rejoin_s)
         self._held: dict[int, Slots] = {}  # by rank, this one's own too
+        self._buddies = Buddies(self._generations, self._held, rejoin_s) if keep == "buddy" else None
         self._trained: TrainingState | None = None
         self.step = self._first = 0  # steps that are done, also when the program began
         self.recoveries = 0  # that this process has lived through
@@ -152,7 +159,7 @@ class Recovery:
     def count(self) -> None:
         """A step is done: keep it. Inside `repeatable`, before this rank ends the next one."""
         self.step += 1
-        if self.step % self._every == 0:
+        if self.step % self.every == 0:
             self._keep()
 
     def wait_for_all(self, point: str) -> None:
@@ -188,9 +195,11 @@ class Recovery:
 
     def close(self) -> None:
         """Let go of all kept states. The process group stays."""
+        if self._buddies is not None:
+            self._buddies.close()
         for slots in self._held.values():
             slots.close()
-        self._held = {}
+        self._held.clear()
         self._generations.close()
 
     def __enter__(self) -> Recovery:
@@ -208,12 +217,16 @@ class Recovery:
 
     def _keep(self) -> None:
         self._held[self.rank].write(self.step, *self._state.take())
+        if self._buddies is not None:
+            self._buddies.keep(self.step)
 
     def _restore(self, step: int) -> None:
         own = self._held[self.rank]
         own.forget_after(step)
         self._state.put(*own.read(step))
         self.step = step
+        if self._buddies is not None:
+            self._buddies.keep(step)
 
     # losing a rank ---------------------------------------------------------------------------------------------
 
@@ -221,8 +234,14 @@ class Recovery:
         """Whether the end of another rank is behind an error, and not a mistake in this one."""
         if isinstance(error, OdcError):
             return isinstance(error, PeerLostError) and error.culprit not in (None, self.rank)
-        deadline = Deadline(LOSS_SHOWS_S)  # torch's collectives fail at once, before anything else shows why
-        while not (job_aborted() or self._generations.over()):
+        return self._loss_shows()  # torch's collectives fail at once, before anything else shows why
+
+    def _loss_shows(self) -> bool:
+        """Whether another rank has ended this generation, waited for a while."""
+        deadline = Deadline(LOSS_SHOWS_S)
+        while not aborted_by_another():
+            if (culprit := self._generations.culprit()) is not None:
+                return culprit != self.rank
             if deadline.passed():
                 return False
             time.sleep(LOSS_POLL_S)
@@ -232,6 +251,8 @@ class Recovery:
         """Meet again and go back to the newest step that every rank has kept."""
         self.recoveries += 1
         _log.warning("rank %d goes back to the last kept step: %s", self.rank, reason)
+        if self._buddies is not None:
+            self._buddies.close()
         leave_generation(list(self._state.models), reason, culprit)
         self._generations.leave()
         self._agreed = self._meet()
@@ -246,15 +267,25 @@ class Recovery:
                 agreed = newest_common(self._generations.presences.values(), self.world, self._generations.first)
                 self._take_own_slots()
                 self._make_group()
+                if self._buddies is not None:
+                    self._buddies.open(agreed)
                 self._hold_others(self._generations.ready("ready", Held(self._held[self.rank].fds)))
+                if self._buddies is not None:
+                    self._buddies.begin(agreed)
                 self._start_keeper()
                 return agreed
             except GenerationOver:
                 pass
             except OSError:  # a holder has ended since it showed what it holds
                 self._generations.leave()
+            except PeerLostError:  # the same on another host
+                if not self._loss_shows():
+                    raise
+                self._generations.leave()
+            if self._buddies is not None:
+                self._buddies.close()
             if dist.is_initialized():
-                dist.destroy_process_group()
+                leave_generation([], "its ranks meet anew", self.rank)
 
     def _holding(self) -> dict[int, Held]:
         kept = self._generations.keeper if self.rank not in self._held else None
@@ -306,8 +337,7 @@ class Recovery:
         stores: Any = dist
         store = stores.PrefixStore(f"{PREFIX}{self.generation}", self._store)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
-        # Else the end of a rank before its first `fully_shard` would be noticed by no rank.
-        announce_process(JobStore(default_store(), STORE_LEAST_S, self.rank), self.rank)
+        announce_rank()
 
 
 def _place() -> tuple[int, int]:

@@ -14,9 +14,9 @@ import contextlib
 import fcntl
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -36,6 +36,17 @@ class SlotWord(IntEnum):
     TEXT_BYTES = 2
     MARK = 3  # that this is a slot, and
     OWNER = 4  # of which rank
+
+
+class Extent(NamedTuple):
+    """Where a state ends in its slot: with a text, at bytes from the beginning of the slot."""
+
+    text_at: int
+    text_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.text_at + self.text_bytes
 
 
 class StateSlot:
@@ -82,6 +93,10 @@ class StateSlot:
             if tensor.numel():
                 mapping.tensor(tensor.dtype, start, tensor.numel()).view(shape).copy_(tensor)
         mapping.tensor(torch.uint8, at, len(text)).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+
+    def state(self, extent: Extent) -> torch.Tensor:
+        """A state's bytes, tensors and text: uint8 [n]."""
+        return self._mapping().tensor(torch.uint8, _PAGE, extent.end - _PAGE)
 
     def text(self) -> bytes:
         return os.pread(self.fd, self.word(SlotWord.TEXT_BYTES), self.word(SlotWord.TEXT_AT))
@@ -142,7 +157,7 @@ class Slots:
         return sorted(step - 1 for slot in self._slots if (step := slot.word(SlotWord.STEP)))
 
     def write(self, step: int, tensors: Sequence[torch.Tensor], text: bytes) -> int:
-        """Keep the state after `step` in place of the older of the two that are kept; returns its bytes.
+        """Keep the state after `step` in place of the older of the two, or of one of the same step; returns its bytes.
 
         HeapMemoryError without memory for it: then what was kept stays.
         """
@@ -151,23 +166,40 @@ class Slots:
             table.append((at, *tensor.shape))
             at = round_up(at + tensor.nbytes, _ALIGN)
         text = pickle.dumps(([(tensor.dtype, *one) for tensor, one in zip(tensors, table, strict=True)], text))
+        return self._put(step, Extent(at, len(text)), lambda slot: slot.fill(tensors, table, at, text))
+
+    def receive(self, step: int, extent: Extent, read: Callable[[torch.Tensor], object]) -> None:
+        """As `write`, where another process has: `read` fills memory with the bytes that are its `shown` there."""
+        self._put(step, extent, lambda slot: read(slot.state(extent)))
+
+    def _put(self, step: int, extent: Extent, fill: Callable[[StateSlot], object]) -> int:
         for slot in self._slots:  # both, or the memory might run out in the middle of the training
-            slot.grow(at + len(text))
-        slot = min(self._slots, key=lambda one: one.word(SlotWord.STEP))
+            slot.grow(extent.end)
+        kept = {one.word(SlotWord.STEP): one for one in self._slots}
+        slot = kept.get(1 + step) or kept[min(kept)]  # a job may begin twice at its first step
         words = slot.words()
         words.store(SlotWord.STEP, 0)
         words.fence()  # no byte of the new state is there before the old one has ceased to count
-        slot.fill(tensors, table, at, text)
-        words.store(SlotWord.TEXT_AT, at)
-        words.store(SlotWord.TEXT_BYTES, len(text))
+        fill(slot)
+        words.store(SlotWord.TEXT_AT, extent.text_at)
+        words.store(SlotWord.TEXT_BYTES, extent.text_bytes)
         words.store(SlotWord.STEP, 1 + step)
-        return at + len(text)
+        return extent.end
+
+    def shown(self, step: int) -> tuple[Extent, torch.Tensor]:
+        """The state after `step`, which must be whole, as bytes for another process: a view, uint8 [n]."""
+        slot = self._holding(step)
+        extent = Extent(slot.word(SlotWord.TEXT_AT), slot.word(SlotWord.TEXT_BYTES))
+        return extent, slot.state(extent)
 
     def read(self, step: int) -> tuple[list[torch.Tensor], bytes]:
         """The tensors, as views of the slot, and the text that `write` was given for `step`, which must be whole."""
-        (slot,) = (one for one in self._slots if one.word(SlotWord.STEP) == 1 + step)
+        slot = self._holding(step)
         table, text = pickle.loads(slot.text())
         return [slot.view(dtype, start, shape) for dtype, start, *shape in table], text
+
+    def _holding(self, step: int) -> StateSlot:
+        return next(one for one in self._slots if one.word(SlotWord.STEP) == 1 + step)
 
     def forget_after(self, step: int) -> None:
         """What was kept of later steps is of a history that is given up, and must not count in the next recovery."""

@@ -177,10 +177,11 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         number, device, spread = pid
-        local = self._tensors[number].clone().to(device)
+        local: torch.Tensor = self._tensors[number].clone().to(device)
         if spread is None:
             return local
         mesh, placements, shape, stride = spread
-        return DTensor.from_local(
+        made: torch.Tensor = DTensor.from_local(
             local, self._meshes[mesh], placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
+        return made

@@ -153,6 +153,11 @@ class Daemon:
                 network = self._listening(store, chosen)
                 self._host_watch = HostWatch(self._reactor, network, self.liveness, around, chosen.lost_after_s)
 
+    def listening(self, store: Any, settings: Settings) -> HostNetwork:
+        """The network of this process, which roots may open later, perhaps with other settings. Raises as `network`."""
+        with self._making:
+            return self._listening(store, settings)
+
     def _listening(self, store: Any, settings: Settings) -> HostNetwork:
         if self._network is None:
             self._network = HostNetwork(self._reactor, store, self.rank, settings)

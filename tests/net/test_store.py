@@ -63,6 +63,21 @@ def test_calls_reach_the_store_under_the_prefix() -> None:
     assert not store.check(["a"])
 
 
+@pytest.mark.parametrize(("hosts", "count", "begins"), [("1", "2", "attempt2/"), ("1", "0", ""), ("2", "1", "")])
+def test_ranks_that_torchrun_has_started_again_have_keys_of_their_own(
+    hosts: str, count: str, begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one host: over several, each torchrun counts for itself."""
+    monkeypatch.setenv("GROUP_WORLD_SIZE", hosts)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    made: Any = dist
+    store = made.HashStore()
+    JobStore(store, 5.0, prefix="a/").within(5.0).set("key", "1")
+    JobStore(store, 5.0, prefix="a/", lasts=True).set("kept", "1")
+    assert store.check([f"{begins}a/key"])
+    assert store.check(["a/kept"])
+
+
 @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
 def test_a_key_that_is_not_there_is_found_missing_at_once(kind: str, tmp_path: Path) -> None:
     """And stays missing: torch's own `get` would wait for it, and with it every other call of this process."""

@@ -103,10 +103,10 @@ def test_the_place_of_another_process_is_taken_in_the_next_generation(store: Any
     replacement = Generations(store, 1, 2, 10.0)
     with pytest.raises(GenerationOver):
         enter(replacement)
-    assert first[0].over()
+    assert first[0].culprit() == 1
     in_threads(lambda: enter(replacement), lambda: enter(first[0]))
     assert first[0].generation == replacement.generation == 1
-    assert not first[0].over()
+    assert first[0].culprit() is None
 
 
 def test_a_generation_is_given_up_once(store: Any) -> None:

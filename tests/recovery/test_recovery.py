@@ -53,6 +53,13 @@ def test_a_job_survives_deaths_at_any_moment(seed: int, undisturbed: Any, tmp_pa
     assert not unequal(found, undisturbed)
 
 
+def test_an_error_of_its_own_ends_a_process_even_if_torch_raises_it(undisturbed: Any, tmp_path: Path) -> None:
+    """Its class is that of gloo's errors, which follow the end of another rank; this one would come again for ever."""
+    found = run(tmp_path, RANKS, [Death(1, 4, "forward", "raise as torch")])
+    assert [one["recoveries"] for one in found] == [1, 0, 1], "a new process has the place of rank 1"
+    assert not unequal(found, undisturbed)
+
+
 def test_nothing_is_left_of_a_generation(tmp_path: Path) -> None:
     steps = 12
     found = run(tmp_path, 2, [Death(1, step, "backward") for step in range(1, steps, 3)], steps=steps)

@@ -46,6 +46,16 @@ def test_the_two_newest_states_are_kept() -> None:
     assert_holds(kept, 2)
 
 
+def test_a_step_may_be_kept_twice() -> None:
+    """By a process that takes the place of one that had kept the beginning, where another rank had not."""
+    kept = Slots.create(0)
+    for _ in range(2):
+        kept.write(0, *state(0))
+    assert_holds(kept, 0)
+    kept.write(1, *state(1))
+    assert kept.steps() == [0, 1]
+
+
 def test_a_state_may_grow() -> None:
     kept = Slots.create(0)
     kept.write(0, *state(0))

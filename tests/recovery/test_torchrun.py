@@ -14,20 +14,36 @@ from support.recovering import run, unequal
 RANKS = 2
 
 
-def test_ranks_come_back_under_torchrun(tmp_path: Path) -> None:
-    for name in ("deaths", "output"):
-        (tmp_path / name).mkdir()
+def under_torchrun(*program: object) -> None:
+    """Gloo connects lazily, or it finds addresses of the ranks before in the store, and needs further restarts."""
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 --monitor-interval 0.1"
-    deaths = ["1.2.clip", "0.4.keep"]
     ended = subprocess.run(
-        [sys.executable, *launcher.split(), recovering.__file__, tmp_path / "deaths", tmp_path / "output", *deaths],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+        [sys.executable, *launcher.split(), *map(str, program)],
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCH_GLOO_LAZY_INIT": "1",
+            "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
+        },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def test_ranks_without_recovery_are_not_ended_by_what_ended_those_before(tmp_path: Path) -> None:
+    """The store of a restarted job still holds why the ranks before have ended, and where they listened."""
+    under_torchrun("-m", "bench.recovery_job", tmp_path, 4, "checkpoints", 2)
+    assert {"killed.2", "0.jsonl", "1.jsonl"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_ranks_come_back_under_torchrun(tmp_path: Path) -> None:
+    for name in ("deaths", "output"):
+        (tmp_path / name).mkdir()
+    deaths = ["1.2.clip", "0.4.keep"]
+    under_torchrun(recovering.__file__, tmp_path / "deaths", tmp_path / "output", *deaths)
     assert {path.name for path in (tmp_path / "deaths").iterdir()} == set(deaths)
     found = [torch.load(tmp_path / "output" / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     assert len(found[0]["held"]) == 4, "the last process of rank 0 did steps 4 to 7 only"

@@ -26,6 +26,12 @@ _groups = itertools.count()
 
 def live_on(host: int, prefix: str) -> None:
     """As a rank's first task: return in a child that lives in the namespaces of process `host` and has joined."""
+    move_to(host)
+    _join(prefix)
+
+
+def move_to(host: int) -> None:
+    """Return in a child that lives in the namespaces of process `host`; the parent ends as it does."""
     folder = os.getcwd()
     enter_namespaces(host)
     os.chdir(folder)  # of the new mounts
@@ -35,7 +41,6 @@ def live_on(host: int, prefix: str) -> None:
     from odc.ranks.worker import die_with
 
     die_with(0)  # the number of a parent in another namespace
-    _join(prefix)
 
 
 def _stand_for(child: int) -> None:

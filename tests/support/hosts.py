@@ -246,14 +246,18 @@ class Hosts:
     def store(self) -> Any:
         """A store on host 0, hosted by this process, that every host reaches; it survives any rank."""
         if self._store is None:
-            import torch.distributed as dist
-
-            stores: Any = dist
-            first, timeout = self.hosts[0], timedelta(seconds=PATIENCE_S)
-            self._store = first.within(
-                lambda: stores.TCPStore(first.address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-            )
+            self._store = self.new_store()
         return self._store
+
+    def new_store(self) -> Any:
+        """As `store`, for one job; it is there until it is dropped."""
+        import torch.distributed as dist
+
+        stores: Any = dist
+        first, timeout = self.hosts[0], timedelta(seconds=PATIENCE_S)
+        return first.within(
+            lambda: stores.TCPStore(first.address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        )
 
     def rank_environment(self, rank: int, per_host: int) -> dict[str, str]:
         """What torchrun would set for a rank, and the interface that gloo must use."""

@@ -20,6 +20,7 @@ import odc
 from odc import Settings, fully_shard
 from odc.experiments.launch import launch
 from odc.fsdp.collect import Collector
+from odc.fsdp.minibatch import before_done
 from odc.recovery.generations import Generations
 from odc.recovery.slots import StateSlot
 from odc.recovery.state import TrainingState
@@ -31,6 +32,7 @@ HOW: dict[str, Callable[[], object]] = {
     "segfault": lambda: ctypes.string_at(0),
     "exit": lambda: os._exit(3),
     "raise": lambda: (_ for _ in ()).throw(ValueError("the tokenizer ran out of words")),
+    "raise as torch": lambda: (_ for _ in ()).throw(RuntimeError("shapes cannot be multiplied")),
 }
 
 
@@ -41,6 +43,17 @@ class Death(NamedTuple):
     step: int
     point: str
     how: str = "kill"
+
+
+class Work(NamedTuple):
+    """What a step computes. Without `clip` it calls no collective of torch's; `idle` it has no microbatches."""
+
+    clip: bool = True
+    width: int = WIDTH
+    idle: bool = False
+
+
+COMMON = Work()
 
 
 class Counter:
@@ -84,10 +97,11 @@ class Fate:
         setattr(owner, name, called)
 
 
-def model_of() -> nn.Sequential:
+def model_of(width: int = WIDTH) -> nn.Sequential:
     torch.manual_seed(0)
+    inner = width * 3 // 2
     return nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, 24), nn.GELU(), nn.Dropout(0.2), nn.Linear(24, WIDTH)) for _ in range(2))
+        *(nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Dropout(0.2), nn.Linear(inner, width)) for _ in range(2))
     )
 
 
@@ -105,8 +119,18 @@ def kill_at_any_moment(folder: Path, mean_s: float, most: int, seed: int) -> Non
     threading.Thread(target=kill, daemon=True).start()
 
 
-def train(folder: str, deaths: Collection[Death], steps: int, killed: tuple[float, int, int] | None) -> dict[str, Any]:
-    """The program of a rank; returns what must be equal after any deaths, and what it held after each step."""
+def train(
+    folder: str,
+    deaths: Collection[Death],
+    steps: int,
+    killed: tuple[float, int, int] | None,
+    options: dict[str, Any] | None = None,
+    work: Work = COMMON,
+) -> dict[str, Any]:
+    """The program of a rank; returns what must be equal after any deaths, and what it held after each step.
+
+    `options` are those of `odc.Recovery`.
+    """
     rank, fate = int(os.environ["RANK"]), Fate(int(os.environ["RANK"]), deaths, Path(folder))
     if killed is not None:
         kill_at_any_moment(Path(folder), *killed)
@@ -114,10 +138,10 @@ def train(folder: str, deaths: Collection[Death], steps: int, killed: tuple[floa
     fate.watch(StateSlot, "fill", "keep", after=True)
     fate.watch(TrainingState, "put", "restore", after=True)
     fate.watch(Generations, "ready", "ready")
-    with odc.Recovery(rejoin_s=60) as recovery:
+    with odc.Recovery(rejoin_s=60, **(options or {})) as recovery:
         fate.step = recovery.step
         settings = Settings(reproducible=True, timeout_s=30, check_protocol=True)
-        model: Any = model_of()
+        model: Any = model_of(work.width)
         for block in model:
             fully_shard(block, settings=settings)
         fully_shard(model, settings=settings)
@@ -131,9 +155,12 @@ def train(folder: str, deaths: Collection[Death], steps: int, killed: tuple[floa
             fate.step = step
             with recovery.attempt():
                 fate.at("begin")
-                _step(model, optimizer, rank, step, fate)
+                _step(model, optimizer, rank, step, fate, work)
                 schedule.step()
                 counter.seen += _microbatches(rank, step)
+            if work.idle:
+                for wait in before_done:  # at the end a job does not wait until buddies have the last state
+                    wait()
             held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), _heaps()))
         return {
             "weights": [parameter.to_local().detach().clone() for parameter in model.parameters()],
@@ -150,14 +177,18 @@ def _microbatches(rank: int, step: int) -> int:
     return (rank + step) % 3
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, fate: Fate) -> None:
+def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, fate: Fate, work: Work) -> None:
     with model.minibatch():
-        for _ in range(_microbatches(rank, step)):
-            loss = model(torch.randn(4, WIDTH)).square().mean()
+        for _ in range(0 if work.idle else _microbatches(rank, step)):
+            loss = model(torch.randn(4, work.width)).square().mean()
             fate.at("forward")
             loss.backward()
             fate.at("backward")
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # a collective of torch's
+    if work.idle:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    if work.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # a collective of torch's
     fate.at("clip")
     optimizer.step()
     optimizer.zero_grad()

@@ -108,9 +108,11 @@ class GrpoTrainer(Trainer):
         self.done = 0  # optimizer steps
         self._held: dict[str, Any] | None = None
 
+    def check(self) -> None:
+        check_documents_once(causal_config(model_source(self.config.model)), self.config.longest)
+
     def build(self) -> None:
         config, source = self.config, model_source(self.config.model)
-        check_documents_once(causal_config(source), config.longest)
         self.model = build_model(source, dtype=torch.float32, seed=config.seed)
         shard_model(self.arm, self.model, blocks_of(self.model), config.settings())
         if self.arm.splits:

@@ -86,6 +86,10 @@ class TextTrainer(Trainer):
         self.pieces: DocumentPieces | None = None  # only under an arm that splits samples
         self.computed = 0  # microbatches and pieces that this rank ran in its last step
 
+    def check(self) -> None:
+        documents = [*self.dataset.lengths, *map(len, self.dataset.valid)]
+        check_documents_once(causal_config(model_source(self.config.model)), max(documents))
+
     def build(self) -> None:
         """Builds the sharded model. Weights are drawn on the CPU, the same bits in every arm, and moved whole.
 
@@ -93,8 +97,6 @@ class TextTrainer(Trainer):
         """
         config, vocab = self.config, self.dataset.tokenizer.vocab_size
         source = model_source(config.model)
-        documents = [*self.dataset.lengths, *map(len, self.dataset.valid)]
-        check_documents_once(causal_config(source), max(documents))
         model = build_model(source, vocab_size=vocab, dtype=torch.float32, seed=config.seed)
         if config.lora:
             add_adapters(model, config)

@@ -1,0 +1,127 @@
+"""What `Recovery` refuses, before any work starts. One rank, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import odc
+from odc.errors import ConfigError, HeapMemoryError, PeerLostError, UnsupportedError
+from odc.memory import FreeMemory
+from odc.recovery import slots
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")  # put back at the end
+    yield
+    odc.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def recovery(environment: None) -> Iterator[odc.Recovery]:
+    made: Any = dist
+    with odc.Recovery(made.HashStore(), rejoin_s=5.0) as found:
+        yield found
+
+
+def trained(mesh: Any = None) -> tuple[Any, torch.optim.Optimizer]:
+    model = odc.fully_shard(nn.Linear(4, 4), mesh=mesh)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_job_of_one_rank_trains(recovery: odc.Recovery) -> None:
+    model, optimizer = trained()
+    recovery.protect(model, optimizer, first=3)
+    done = []
+    for step in recovery.steps(6):
+        with recovery.attempt():
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            done.append(step)
+    assert done == [3, 4, 5]
+    assert (recovery.step, recovery.generation, recovery.recoveries) == (6, 0, 0)
+
+
+def test_a_step_that_fails_is_not_counted(recovery: odc.Recovery) -> None:
+    recovery.protect(*trained())
+    with pytest.raises(ZeroDivisionError), recovery.attempt():
+        raise ZeroDivisionError
+    assert recovery.step == 0
+
+
+def abandoned(model: Any) -> None:
+    with model.minibatch():
+        model(torch.ones(2, 4))
+        model.abandon_minibatch("a bad sample")
+
+
+def test_a_minibatch_that_was_given_up_is_the_loops_own(recovery: odc.Recovery) -> None:
+    model, optimizer = trained()
+    recovery.protect(model, optimizer)
+    with pytest.raises(odc.AbandonedMinibatchError), recovery.attempt():
+        abandoned(model)
+    assert (recovery.step, recovery.generation) == (0, 0)
+
+
+def test_the_end_of_the_stores_host_cannot_be_survived(recovery: odc.Recovery) -> None:
+    recovery.protect(*trained())
+    with pytest.raises(PeerLostError), recovery.attempt():
+        raise PeerLostError("the job's key-value store is gone")
+
+
+def test_other_meshes_are_refused(recovery: odc.Recovery) -> None:
+    model, optimizer = trained(init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
+    with pytest.raises(UnsupportedError, match="sharded over all ranks of the job, on a 1-D mesh"):
+        recovery.protect(model, optimizer)
+
+
+def test_protect_comes_once_and_first(recovery: odc.Recovery) -> None:
+    with pytest.raises(ConfigError, match="protect"), recovery.attempt():
+        pytest.fail("it began")
+    model, optimizer = trained()
+    recovery.protect(model, optimizer)
+    with pytest.raises(ConfigError, match="once"):
+        recovery.protect(model, optimizer)
+
+
+def test_too_little_memory_is_an_error_before_the_training(
+    recovery: odc.Recovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "free_memory", lambda: FreeMemory(100, "the cgroup"))
+    with pytest.raises(HeapMemoryError, match="keeping a rank's state needs"):
+        recovery.protect(*trained())
+
+
+def test_a_process_group_that_is_there_is_refused(recovery: odc.Recovery) -> None:
+    made: Any = dist
+    with pytest.raises(UnsupportedError, match="there is a process group already"):
+        odc.Recovery(made.HashStore())
+
+
+@pytest.mark.parametrize(("options", "message"), [({"every": 0}, "every=0"), ({"rejoin_s": 0.0}, "rejoin_s=0")])
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        odc.Recovery(**options)
+
+
+def test_a_store_that_a_rank_hosts_is_refused(environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(UnsupportedError, match="rank 0 would host the job's store"):
+        odc.Recovery()
+
+
+def test_a_process_without_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE"):
+        odc.Recovery()
