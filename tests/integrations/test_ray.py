@@ -50,7 +50,7 @@ def test_ray_starts_actors_again(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    assert ended.stdout.splitlines()[-1] == "[1, 0]", "rank 0, whose second process saw the second death; rank 1"
+    assert "[1, 0]" in ended.stdout.splitlines(), "rank 0, whose second process saw the second death; rank 1"
     assert {path.name for path in (tmp_path / "deaths").iterdir()} == {"0.3.clip", "1.5.begin"}
     results = [torch.load(tmp_path / "output" / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     assert not unequal(results, run(tmp_path / "undisturbed", RANKS))
