@@ -89,6 +89,14 @@ class Recovery:
         """How many sets of processes the job has had before this one."""
         return self._generations.generation
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the ranks have met at a step that all have kept, which `protect` loads in a new process.
+
+        If not, some rank has kept none, and the job is at its beginning.
+        """
+        return self._agreed is not None
+
     def protect(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -130,12 +138,9 @@ class Recovery:
         while True:
             while self.step < total:
                 yield self.step
-            try:
-                self._generations.finish()
-                self._end_keeper()
+            with self.repeatable():
+                self.finish()
                 return
-            except GenerationOver:
-                self._recover("a rank has ended after its last step", self.rank)
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -146,12 +151,37 @@ class Recovery:
         """
         if self._trained is None:
             raise ConfigError("protect() must be called before attempt()")
-        lost = None
+        with self.repeatable():
+            yield
+            self.count()
+
+    def count(self) -> None:
+        """A step is done: keep it. Inside `repeatable`, before this rank ends the next one."""
+        self.step += 1
+        if self.step % self.every == 0:
+            self._keep()
+
+    def wait_for_all(self, point: str) -> None:
+        """Wait until every rank of this generation has come to a point. Inside `repeatable`: a death ends the wait."""
+        self._generations.ready(point, Held([]))
+
+    def finish(self) -> None:
+        """The last step is done: wait until every rank has kept its last. Inside `repeatable`; the job is over then."""
+        self._generations.finish()
+        self._end_keeper()
+
+    @contextlib.contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """For loops that are not this program's: a block of many steps, each of which calls `count`, and `finish`.
+
+        If a rank is lost in it, all go back to the last step that all have kept, `step`, from where the loop has to go
+        on. Errors as of `attempt`, which is this for one step.
+        """
+        lost: tuple[str, int | None] | None = None
         try:
             yield
-            self.step += 1
-            if self.step % self.every == 0:
-                self._keep()
+        except GenerationOver:
+            lost = "a rank has ended", None
         except RuntimeError as error:
             if not self._is_loss(error):
                 raise
@@ -224,9 +254,9 @@ class Recovery:
             self._buddies.close()
         leave_generation(list(self._state.models), reason, culprit)
         self._generations.leave()
-        agreed = self._meet()
+        self._agreed = self._meet()
         enter_generation(list(self._state.models))
-        self._restore(self._first if agreed is None else agreed)
+        self._restore(self._first if self._agreed is None else self._agreed)
 
     def _meet(self) -> int | None:
         """Enter a generation, with a process group; the newest step that all have kept, None at the beginning."""
@@ -313,7 +343,8 @@ def _launchers_store(timeout_s: float) -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise UnsupportedError(
             "rank 0 would host the job's store, which ends with it: start the ranks by a launcher that hosts it "
-            "(torchrun, odc train) or give odc.Recovery(store=...) one that outlives every rank"
+            "(torchrun, odc train), start one by `python -m odc.recovery.store` (docs/recovery.md), or give "
+            "odc.Recovery(store=...) one that outlives every rank"
         )
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
