@@ -30,10 +30,11 @@ from torch import nn
 
 from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
 from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
-from odc.fsdp.rejoin import aborted_by_another, announce_rank, enter_generation, leave_generation, refuse_groups
+from odc.fsdp.rejoin import aborted_by_another, enter_generation, leave_generation, refuse_groups
 from odc.recovery import keeper
 from odc.recovery.buddy import Buddies
-from odc.recovery.generations import PREFIX, GenerationOver, Generations, Held, newest_common
+from odc.recovery.generations import GenerationOver, Generations, Held, newest_common
+from odc.recovery.process_group import make_group
 from odc.recovery.slots import Slots
 from odc.recovery.state import Stateful, TrainingState
 
@@ -81,8 +82,6 @@ class Recovery:
         self.recoveries = 0  # that this process has lived through
         self._rejoin_s = rejoin_s
         self._keeper: subprocess.Popen[bytes] | None = None
-        # gloo else connects to every rank when a group is made, in a wait that nothing can end.
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
         self._agreed = self._meet()
 
     @property
@@ -266,7 +265,7 @@ class Recovery:
                 self._generations.enter(self._holding)
                 agreed = newest_common(self._generations.presences.values(), self.world, self._generations.first)
                 self._take_own_slots()
-                self._make_group()
+                make_group(self._store, self._generations, self._rejoin_s)
                 if self._buddies is not None:
                     self._buddies.open(agreed)
                 self._hold_others(self._generations.ready("ready", Held(self._held[self.rank].fds)))
@@ -331,13 +330,6 @@ class Recovery:
         if self._keeper is not None:
             self._keeper.kill()
             self._keeper.wait()
-
-    def _make_group(self) -> None:
-        """The default process group. On the CPU it connects ranks when they first use it, so nothing waits here."""
-        stores: Any = dist
-        store = stores.PrefixStore(f"{PREFIX}{self.generation}", self._store)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
-        announce_rank()
 
 
 def _place() -> tuple[int, int]:

@@ -15,6 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import OdcError, WaitTimeoutError
+from odc.fsdp import default_store
+from odc.fsdp._torch_groups import DEFAULT_PREFIX
+from odc.net import JobStore, announce_failure
+from odc.net.store import failure
 from odc.recovery import generations as module
 from odc.recovery.generations import GenerationOver, Generations, Held, NothingKeptError, Presence, newest_common
 
@@ -104,6 +108,9 @@ def test_the_place_of_another_process_is_taken_in_the_next_generation(store: Any
     with pytest.raises(GenerationOver):
         enter(replacement)
     assert first[0].culprit() == 1
+    # Where the process group of that generation looks, for ranks of other hosts that wait there.
+    culprit, reason = failure(JobStore(store, 10.0, prefix=f"{module.PREFIX}0/0//")) or (None, "")
+    assert (culprit, reason) == (1, "rank 1 has ended, and its place is taken")
     in_threads(lambda: enter(replacement), lambda: enter(first[0]))
     assert first[0].generation == replacement.generation == 1
     assert first[0].culprit() is None
@@ -138,6 +145,26 @@ def test_the_end_of_a_rank_gives_the_generation_up(store: Any, point: str) -> No
     with pytest.raises(GenerationOver):
         in_turn(one)
     assert int(store.get(module.PREFIX + "generation")) == 1
+
+
+def test_the_end_of_a_rank_on_another_host_that_is_announced_gives_the_generation_up(store: Any) -> None:
+    one = Generations(store, 0, 2, 10.0)
+    group = dist.PrefixStore("0/", dist.PrefixStore(f"{module.PREFIX}0", store))  # type: ignore[attr-defined]
+    timer = threading.Timer(0.1, lambda: announce_failure(JobStore(group, 10.0), "rank 1 died", 1))
+    timer.start()
+    with pytest.raises(GenerationOver):
+        enter(one)
+    timer.join()
+
+
+def test_a_process_group_has_its_keys_where_generations_look(store: Any) -> None:
+    made: Any = dist
+    dist.init_process_group("gloo", store=made.PrefixStore("here", store), rank=0, world_size=1)
+    try:
+        default_store().set("key", "value")
+    finally:
+        dist.destroy_process_group()
+    assert store.check([f"here/{DEFAULT_PREFIX}key"])
 
 
 def test_a_newer_generation_ends_the_wait(store: Any) -> None:

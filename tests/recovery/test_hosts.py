@@ -32,7 +32,7 @@ THREE_BY_ONE = {
 ALONE = {
     "one after the other": [Death(1, 2, "begin"), Death(0, 4, "finish"), Death(2, 6, "clip")],
     "keep": [Death(0, 2, "keep"), Death(2, 4, "keep"), Death(1, 5, "step")],
-    "meeting": [Death(1, 1, "backward"), Death(1, 0, "ready"), Death(2, 4, "begin"), Death(2, 0, "restore")],
+    "while ranks meet": [Death(1, 1, "backward"), Death(1, 0, "ready"), Death(2, 4, "begin"), Death(2, 0, "restore")],
 }
 QUICK = {"clip and step", "another recovery", "one after the other"}
 

@@ -145,3 +145,39 @@ def test_too_little_memory_keeps_what_is_kept(monkeypatch: pytest.MonkeyPatch) -
         kept.write(1, [torch.zeros(1_000_000)], b"")
     assert kept.steps() == [0]
     assert_holds(kept, 0)
+
+
+def test_a_step_that_is_kept_again_takes_the_place_of_the_first() -> None:
+    """A job that loses a rank before all have kept its first step begins anew, in the processes that have."""
+    kept = Slots.create(0)
+    kept.write(3, *state(8))
+    kept.write(3, *state(9))
+    assert kept.steps() == [3]
+    tensors, text = kept.read(3)
+    assert text == state(9)[1] and torch.equal(tensors[0], state(9)[0][0])
+
+
+def test_a_state_is_received_as_bytes() -> None:
+    one, other = Slots.create(0), Slots.create(0)
+    for step in (4, 5):
+        one.write(step, *state(step))
+        extent, shown = one.shown(step)
+        other.receive(step, extent, lambda memory, shown=shown: memory.copy_(shown))  # type: ignore[misc]
+    assert other.steps() == [4, 5]
+    assert_holds(other, 4)
+    assert_holds(other, 5)
+
+
+def test_a_state_that_is_received_in_part_does_not_count() -> None:
+    one, other = Slots.create(0), Slots.create(0)
+    one.write(4, *state(4))
+    extent, _ = one.shown(4)
+
+    def end(memory: torch.Tensor) -> None:
+        memory[: len(memory) // 2] = 1
+        raise ConnectionError("it hung up")
+
+    for step in (5, 6, 7):
+        with pytest.raises(ConnectionError):
+            other.receive(step, extent, end)
+    assert other.steps() == []
