@@ -63,6 +63,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    tests/integrations/test_transformers_pieces.py tests/integrations/test_trl.py \
 	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py \
 	    tests/integrations/test_examples.py tests/integrations/test_train.py \
+	    tests/integrations/test_trainer_recovery.py \
 	    tests/simulate/test_lengths.py::test_a_datasets_folder \
 	    tests/experiments/data/test_sources.py::test_datasets_folder \
 	    --installed accelerate,datasets,peft,pyarrow,transformers,trl $(ARGS)
@@ -74,7 +75,8 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_transformers_loss.py \
 	    --ignore tests/integrations/test_transformers_pieces.py --ignore tests/integrations/test_accelerate.py \
 	    --ignore tests/integrations/test_examples.py --ignore tests/integrations/test_train.py \
-	    --installed accelerate,transformers,verl $(ARGS)
+	    --ignore tests/integrations/test_trainer_recovery.py \
+	    --installed accelerate,ray,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,3 +156,48 @@ def _refuse_unsharded(model: nn.Module) -> None:
 
 def _refuse(what: str, instead: str) -> None:
     raise ConfigError(f"odc cannot apply {what}: {instead}")
+
+
+class RepeatableBatches:
+    """The batches of a prepared loader, epoch after epoch without end, from a place that recovery keeps.
+
+        batches = RepeatableBatches(accelerator, loader)
+        recovery.protect(model, optimizer, scheduler=scheduler, batches=batches)
+
+    Going back skips what was drawn of the epoch; collators that draw random numbers draw others then. `loader` has a
+    length. ConfigError if its order depends on what was drawn before.
+    """
+
+    def __init__(self, accelerator: Any, loader: Any) -> None:
+        if getattr(loader, "synchronized_generator", None) is not None:
+            _refuse("recovery to this order of samples", "use DataLoaderConfiguration(use_seedable_sampler=True)")
+        self.epoch = self.drawn = 0  # batches of this epoch
+        self._accelerator, self._loader = accelerator, loader
+        self._iterator: Iterator[Any] | None = None
+
+    def __iter__(self) -> RepeatableBatches:
+        return self
+
+    def __next__(self) -> Any:
+        if self._iterator is not None and self.drawn == len(self._loader):
+            next(self._iterator, None)  # accelerate notes its end there
+            self._iterator = None
+        if self.drawn == len(self._loader):
+            self.epoch, self.drawn = self.epoch + 1, 0
+        again = self._iterator is None and self.drawn > 0
+        # A loader draws a seed when it begins. One that begins again must not: that draw is in what was put back.
+        with torch.random.fork_rng([], enabled=again):
+            if self._iterator is None:
+                self._loader.set_epoch(self.epoch)
+                rest = self._accelerator.skip_first_batches(self._loader, self.drawn) if again else self._loader
+                self._iterator = iter(rest)
+            batch = next(self._iterator)
+        self.drawn += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "drawn": self.drawn, "accumulated": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.drawn, self._accelerator.step = state["epoch"], state["drawn"], state["accumulated"]
+        self._iterator = None

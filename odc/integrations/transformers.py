@@ -36,13 +36,15 @@ from odc.integrations.transformers_balance import (
 )
 from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_unplanned, wants_router_loss
 from odc.integrations.transformers_pieces import arguments_of, refuse_documents, refuse_unsplittable, row_of
+from odc.integrations.transformers_recovery import RecoveringTrainer, alone, refuse_unrepeatable
 from odc.integrations.transformers_rows import refuse_mixed_rows
+from odc.recovery import Recovery
 from odc.settings import Settings
 from odc.split import Splitter, ranks_of_host
 
 try:
     import accelerate  # noqa: F401  (a Trainer needs it)
-    from transformers import PreTrainedModel, Trainer
+    from transformers import PreTrainedModel
 except ImportError as error:
     raise ImportError(f"OdcTrainer needs transformers and accelerate: {install('transformers')}") from error
 
@@ -106,7 +108,7 @@ def _prepare_reference(model: Any, **options: Any) -> None:
     prepare(model, **options)
 
 
-class OdcTrainer(Trainer):  # type: ignore[misc]
+class OdcTrainer(RecoveringTrainer):
     """A Trainer whose model is sharded over the world, in place, with on-demand communication.
 
     It works with Trainers of other libraries too: `class OdcSFTTrainer(OdcTrainer, trl.SFTTrainer)`. It runs on every
@@ -119,6 +121,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
     ranks by LB-Mini, in microbatches of at most that many tokens, padding not counted. Ranks have as many as the plan
     gives them, and meet once a step. With `split` as well, long samples run as pieces on several ranks of a host
     (`odc.split`), and a sample may have `max_tokens` on each of them.
+
+    With `recovery`, made before `args`, a rank that ends costs one step, and not the job (docs/recovery.md).
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         settings: Settings | None = None,
         max_tokens: int | None = None,
         split: bool = False,
+        recovery: Recovery | None = None,
         **options: Any,
     ) -> None:
         if options.get("model_init") is not None:
@@ -143,7 +148,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         self._max_tokens, self._split = max_tokens, split
         self._splitter: Splitter | None = None
         self._scaled: ScaledLoss | None = None
-        super().__init__(model=model, args=args, **options)
+        with alone(recovery):
+            super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
         if split and max_tokens is None:
             raise ConfigError("split=True needs max_tokens, the most tokens of a microbatch and of a piece")
@@ -151,6 +157,9 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             refuse_unplanned(self, max_tokens)
         if split:
             refuse_unsplittable(self)
+        if recovery is not None:
+            refuse_unrepeatable(self, max_tokens, split)
+            self.recover_by(recovery)
         self._kind = type(self.model)
         settings = settings_for(self.args, settings)
         prepare(self.model, blocks=blocks, settings=settings)
@@ -256,6 +265,8 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._kept_instead:
+            return
         model = model or self.model
         if isinstance(model, PreTrainedModel):
             weights = self._kind.from_pretrained(resume_from_checkpoint).state_dict()
@@ -267,7 +278,7 @@ class OdcTrainer(Trainer):  # type: ignore[misc]
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
+        if checkpoint is None or self._kept_instead:
             return
         state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True)
         set_optimizer_state_dict(self.model, self.optimizer.optimizer, state, options=_WHOLE)

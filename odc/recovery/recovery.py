@@ -30,10 +30,11 @@ from torch import nn
 
 from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
 from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
-from odc.fsdp.rejoin import aborted_by_another, announce_rank, enter_generation, leave_generation, refuse_groups
+from odc.fsdp.rejoin import aborted_by_another, enter_generation, leave_generation, refuse_groups
 from odc.recovery import keeper
 from odc.recovery.buddy import Buddies
-from odc.recovery.generations import PREFIX, GenerationOver, Generations, Held, newest_common
+from odc.recovery.generations import GenerationOver, Generations, Held, newest_common
+from odc.recovery.process_group import make_group
 from odc.recovery.slots import Slots
 from odc.recovery.state import Stateful, TrainingState
 
@@ -81,14 +82,20 @@ class Recovery:
         self.recoveries = 0  # that this process has lived through
         self._rejoin_s = rejoin_s
         self._keeper: subprocess.Popen[bytes] | None = None
-        # gloo else connects to every rank when a group is made, in a wait that nothing can end.
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
         self._agreed = self._meet()
 
     @property
     def generation(self) -> int:
         """How many sets of processes the job has had before this one."""
         return self._generations.generation
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the ranks have met at a step that all have kept, which `protect` loads in a new process.
+
+        If not, some rank has kept none, and the job is at its beginning.
+        """
+        return self._agreed is not None
 
     def protect(
         self,
@@ -131,12 +138,9 @@ class Recovery:
         while True:
             while self.step < total:
                 yield self.step
-            try:
-                self._generations.finish()
-                self._end_keeper()
+            with self.repeatable():
+                self.finish()
                 return
-            except GenerationOver:
-                self._recover("a rank has ended after its last step", self.rank)
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -147,12 +151,37 @@ class Recovery:
         """
         if self._trained is None:
             raise ConfigError("protect() must be called before attempt()")
-        lost = None
+        with self.repeatable():
+            yield
+            self.count()
+
+    def count(self) -> None:
+        """A step is done: keep it. Inside `repeatable`, before this rank ends the next one."""
+        self.step += 1
+        if self.step % self.every == 0:
+            self._keep()
+
+    def wait_for_all(self, point: str) -> None:
+        """Wait until every rank of this generation has come to a point. Inside `repeatable`: a death ends the wait."""
+        self._generations.ready(point, Held([]))
+
+    def finish(self) -> None:
+        """The last step is done: wait until every rank has kept its last. Inside `repeatable`; the job is over then."""
+        self._generations.finish()
+        self._end_keeper()
+
+    @contextlib.contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """For loops that are not this program's: a block of many steps, each of which calls `count`, and `finish`.
+
+        If a rank is lost in it, all go back to the last step that all have kept, `step`, from where the loop has to go
+        on. Errors as of `attempt`, which is this for one step.
+        """
+        lost: tuple[str, int | None] | None = None
         try:
             yield
-            self.step += 1
-            if self.step % self.every == 0:
-                self._keep()
+        except GenerationOver:
+            lost = "a rank has ended", None
         except RuntimeError as error:
             if not self._is_loss(error):
                 raise
@@ -225,9 +254,9 @@ class Recovery:
             self._buddies.close()
         leave_generation(list(self._state.models), reason, culprit)
         self._generations.leave()
-        agreed = self._meet()
+        self._agreed = self._meet()
         enter_generation(list(self._state.models))
-        self._restore(self._first if agreed is None else agreed)
+        self._restore(self._first if self._agreed is None else self._agreed)
 
     def _meet(self) -> int | None:
         """Enter a generation, with a process group; the newest step that all have kept, None at the beginning."""
@@ -236,7 +265,7 @@ class Recovery:
                 self._generations.enter(self._holding)
                 agreed = newest_common(self._generations.presences.values(), self.world, self._generations.first)
                 self._take_own_slots()
-                self._make_group()
+                make_group(self._store, self._generations, self._rejoin_s)
                 if self._buddies is not None:
                     self._buddies.open(agreed)
                 self._hold_others(self._generations.ready("ready", Held(self._held[self.rank].fds)))
@@ -302,13 +331,6 @@ class Recovery:
             self._keeper.kill()
             self._keeper.wait()
 
-    def _make_group(self) -> None:
-        """The default process group. On the CPU it connects ranks when they first use it, so nothing waits here."""
-        stores: Any = dist
-        store = stores.PrefixStore(f"{PREFIX}{self.generation}", self._store)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
-        announce_rank()
-
 
 def _place() -> tuple[int, int]:
     try:
@@ -321,7 +343,8 @@ def _launchers_store(timeout_s: float) -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise UnsupportedError(
             "rank 0 would host the job's store, which ends with it: start the ranks by a launcher that hosts it "
-            "(torchrun, odc train) or give odc.Recovery(store=...) one that outlives every rank"
+            "(torchrun, odc train), start one by `python -m odc.recovery.store` (docs/recovery.md), or give "
+            "odc.Recovery(store=...) one that outlives every rank"
         )
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

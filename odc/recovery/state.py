@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from odc.errors import ConfigError
@@ -38,14 +39,17 @@ class TrainingState:
     others: Mapping[str, Stateful]
 
     def take(self) -> tuple[list[torch.Tensor], bytes]:
-        """Tensors, which share memory with what is trained, and a text with everything else."""
+        """Tensors, which share memory with what is trained, and a text with everything else.
+
+        Outside of forward and backward. Frees what an evaluation has left unsharded.
+        """
         named = list(self._named())
         tensors = [tensor for _, tensor in named]
         rest = {
             "names": [name for name, _ in named],
             "optimizers": [_state_of(optimizer) for optimizer in self.optimizers],
             "others": {name: other.state_dict() for name, other in self.others.items()},
-            "random": _random_states(),
+            "random": random_states(),
         }
         text = io.BytesIO()
         _Pickler(text, tensors, self._meshes()).dump(rest)
@@ -74,10 +78,12 @@ class TrainingState:
             _put_back(optimizer, state)
         for name, other in self.others.items():
             other.load_state_dict(rest["others"][name])
-        _set_random_states(rest["random"])
+        set_random_states(rest["random"])
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Local parts of parameters and buffers, with their names."""
+        for module in [one for model in self.models for one in model.modules() if isinstance(one, FSDPModule)]:
+            module.reshard()  # a forward without a backward leaves the root's parameters whole
         for i, model in enumerate(self.models):
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 yield (f"{i}.{name}" if i else name), _local(tensor)
@@ -124,7 +130,8 @@ def _put_back(optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
                 group[key] = value
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Of torch's, numpy's and Python's global generators, in this process."""
     numpy = sys.modules.get("numpy")
     return {
         "torch": torch.get_rng_state(),
@@ -133,7 +140,8 @@ def _random_states() -> dict[str, Any]:
     }
 
 
-def _set_random_states(states: dict[str, Any]) -> None:
+def set_random_states(states: dict[str, Any]) -> None:
+    """Back to what `random_states` gave."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if states["numpy"] is not None:

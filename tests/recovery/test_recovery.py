@@ -25,6 +25,7 @@ ROUNDS = {
         Death(2, 1, "ready"),
         Death(1, 4, "clip", "raise"),
     ],
+    "connecting": [Death(1, 1, "backward"), Death(0, 1, "connect"), Death(2, -1, "connect")],
     "all at once": [Death(rank, 4, "begin") for rank in range(RANKS)],
 }
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from odc import fully_shard
 from odc.errors import ConfigError
 from odc.recovery.state import TrainingState
 
@@ -126,3 +127,18 @@ def test_what_is_taken_shares_memory_with_what_is_trained() -> None:
     moments = [value for state in one.optimizer.state.values() for value in state.values() if value.dim()]
     assert {tensor.data_ptr() for tensor in (*one.model.parameters(), *moments)} <= places
     assert len(text) < 20_000
+
+
+def shapes_taken(rank: int, world: int) -> tuple[list[torch.Size], list[torch.Size]]:
+    """Of the parameters' local parts, before and after an evaluation."""
+    model: Any = fully_shard(nn.Linear(4, 6))
+    state = TrainingState([model], [torch.optim.SGD(model.parameters(), lr=0.1)], {})
+    before = [tensor.shape for tensor in state.take()[0]][:2]
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    return before, [tensor.shape for tensor in state.take()[0]][:2]
+
+
+def test_shards_are_kept_after_an_evaluation_too(ranks) -> None:
+    for before, after in ranks(2).run(shapes_taken):
+        assert before == after == [torch.Size([3, 4]), torch.Size([3])]

@@ -22,6 +22,7 @@ from odc import Settings, fully_shard
 from odc.experiments.launch import launch
 from odc.fsdp.collect import Collector
 from odc.fsdp.minibatch import before_done
+from odc.recovery import process_group
 from odc.recovery.generations import Generations
 from odc.recovery.slots import StateSlot
 from odc.recovery.state import TrainingState
@@ -87,7 +88,7 @@ class Fate:
                 note.touch()
                 HOW[death.how]()
 
-    def watch(self, owner: type, name: str, point: str, *, after: bool = False) -> None:
+    def watch(self, owner: Any, name: str, point: str, *, after: bool = False) -> None:
         """Make a method a point."""
         method = getattr(owner, name)
 
@@ -143,6 +144,7 @@ def train(
     fate.watch(StateSlot, "fill", "keep", after=True)
     fate.watch(TrainingState, "put", "restore", after=True)
     fate.watch(Generations, "ready", "ready")
+    fate.watch(process_group, "announce_rank", "connect", after=True)
     with odc.Recovery(rejoin_s=60, **(options or {})) as recovery:
         fate.step = recovery.step
         settings = Settings(reproducible=True, timeout_s=30, check_protocol=True)

@@ -1,0 +1,56 @@
+"""The recipe for Ray of docs/recovery.md, as it stands there: Ray starts actors again that kill themselves or raise."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from support.recovering import run, unequal
+
+pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: make test-integrations")
+
+RANKS = 2
+PAGE = Path(__file__).parents[2] / "docs" / "recovery.md"
+TRAIN = """
+import os
+from pathlib import Path
+
+import torch
+from support import recovering
+
+
+def train():
+    deaths = [recovering.Death(0, 3, "clip"), recovering.Death(1, 5, "begin", "raise")]
+    found = recovering.train(f"{Path(__file__).parent}/deaths", deaths, recovering.STEPS, None)
+    torch.save(found, f"{Path(__file__).parent}/output/{os.environ['RANK']}.pt")
+    return found["recoveries"]
+"""
+
+
+def test_ray_starts_actors_again(tmp_path: Path) -> None:
+    found = re.search(r"### Ray\n.*?```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found and found[1].count("ray.init()") == 1
+    for name in ("deaths", "output"):
+        (tmp_path / name).mkdir()
+    small = "ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 * 2**20)"
+    (tmp_path / "job.py").write_text(found[1].replace("ray.init()", small))
+    (tmp_path / "train.py").write_text(TRAIN)
+    ended = subprocess.run(
+        [sys.executable, tmp_path / "job.py"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert "[1, 0]" in ended.stdout.splitlines(), "rank 0, whose second process saw the second death; rank 1"
+    assert {path.name for path in (tmp_path / "deaths").iterdir()} == {"0.3.clip", "1.5.begin"}
+    results = [torch.load(tmp_path / "output" / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    assert not unequal(results, run(tmp_path / "undisturbed", RANKS))
