@@ -63,11 +63,11 @@ class _StoreConnection:
     def call(self, store: Any, name: str, arguments: tuple[Any, ...]) -> Any:
         """On the worker's thread: make a call of `store` on the connection."""
         if not self._clones:
-            self._clones.append(_clone(store))
+            self._clones.append(clone_of(store))
         return getattr(self._clones[0] or store, name)(*arguments)
 
 
-def _clone(store: Any) -> Any:
+def clone_of(store: Any) -> Any:
     """A connection of its own; None to a store that cannot be cloned or whose server is gone, as calls will show."""
     try:
         socket.socket().close()  # raises where no descriptor is left, for which torch would try again and again

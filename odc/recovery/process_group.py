@@ -17,6 +17,7 @@ import torch.distributed as dist
 from odc.deadlines import LOSS_POLL_S, Deadline
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.fsdp.rejoin import announce_rank
+from odc.net.store import clone_of
 from odc.recovery.generations import PREFIX, GenerationOver, Generations
 from odc.worker import Job, in_background
 
@@ -29,7 +30,8 @@ def make_group(store: Any, generations: Generations, timeout_s: float) -> None:
     """
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     rank, world, stores = generations.rank, generations.world, cast(Any, dist)
-    prefixed = stores.PrefixStore(f"{PREFIX}{generations.generation}", store)
+    # A thread that is left behind may wait for a rank's address, and hold the connection until then.
+    prefixed = stores.PrefixStore(f"{PREFIX}{generations.generation}", clone_of(store) or store)
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world)
     announce_rank()
     connected = Job(functools.partial(dist.all_to_all_single, torch.empty(world), torch.empty(world)))

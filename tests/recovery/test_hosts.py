@@ -34,8 +34,6 @@ ALONE = {
     "keep": [Death(0, 2, "keep"), Death(2, 4, "keep"), Death(1, 5, "step")],
     "while ranks meet": [Death(1, 1, "backward"), Death(1, -1, "ready"), Death(2, 4, "begin"), Death(2, 0, "restore")],
 }
-#: No collective of torch's: a rank that ends while gloo first connects holds the others up for long.
-QUIET = Work(clip=False)
 QUICK = {"clip and step", "another recovery", "one after the other"}
 
 
@@ -55,12 +53,12 @@ def three() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def undisturbed(two: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_on(two, 2, tmp_path_factory.mktemp("undisturbed"), work=QUIET)
+    return run_on(two, 2, tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture(scope="module")
 def three_undisturbed(three: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_on(three, 1, tmp_path_factory.mktemp("undisturbed"), work=QUIET)
+    return run_on(three, 1, tmp_path_factory.mktemp("undisturbed"))
 
 
 def cases(rounds: dict[str, list[Death]]) -> Any:
@@ -87,7 +85,7 @@ def test_a_rank_whose_host_lives_is_replaced_there(
     deaths: list[Death], two: Hosts, undisturbed: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "deaths"
-    found = run_on(two, 2, folder, deaths, work=QUIET)
+    found = run_on(two, 2, folder, deaths)
     assert_happened(folder, deaths)
     assert not unequal(found, undisturbed)
 
@@ -102,7 +100,7 @@ def test_a_death_while_the_others_are_in_a_collective_of_torch(two: Hosts, tmp_p
 @pytest.mark.thorough
 def test_a_whole_host_that_dies_while_ranks_meet(two: Hosts, undisturbed: Any, tmp_path: Path) -> None:
     folder, deaths = tmp_path / "deaths", [Death(1, 1, "backward"), Death(2, 1, "ready"), Death(3, 1, "ready")]
-    found = run_on(two, 2, folder, deaths, work=QUIET, keeper=True)
+    found = run_on(two, 2, folder, deaths, keeper=True)
     assert_happened(folder, deaths)
     assert not unequal(found, undisturbed)
 
@@ -111,7 +109,7 @@ def test_a_whole_host_that_dies_while_ranks_meet(two: Hosts, undisturbed: Any, t
 @pytest.mark.parametrize("seed", range(3))
 def test_deaths_at_any_moment(seed: int, two: Hosts, undisturbed: Any, tmp_path: Path) -> None:
     folder = tmp_path / "deaths"
-    found = run_on(two, 2, folder, restarts=60, killed=(0.2, 10, seed), work=QUIET, keeper=True)
+    found = run_on(two, 2, folder, restarts=60, killed=(0.2, 10, seed), keeper=True)
     assert list(folder.iterdir())
     assert_ended_equal(found, undisturbed)
 
@@ -121,7 +119,7 @@ def test_a_rank_alone_on_its_host_has_its_state_from_the_keeper(
     deaths: list[Death], three: Hosts, three_undisturbed: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "deaths"
-    found = run_on(three, 1, folder, deaths, work=QUIET, keeper=True)
+    found = run_on(three, 1, folder, deaths, keeper=True)
     assert_happened(folder, deaths)
     assert not unequal(found, three_undisturbed)
 
@@ -141,7 +139,7 @@ def test_a_whole_host_comes_back_from_its_buddies(
     deaths: list[Death], two: Hosts, undisturbed: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "deaths"
-    found = run_on(two, 2, folder, deaths, work=QUIET, keep="buddy")
+    found = run_on(two, 2, folder, deaths, keep="buddy")
     assert_happened(folder, deaths)
     assert not unequal(found, undisturbed)
 
@@ -151,7 +149,7 @@ def test_a_rank_alone_on_its_host_comes_back_from_its_buddy(
     deaths: list[Death], three: Hosts, three_undisturbed: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "deaths"
-    found = run_on(three, 1, folder, deaths, work=QUIET, keep="buddy")
+    found = run_on(three, 1, folder, deaths, keep="buddy")
     assert_happened(folder, deaths)
     assert not unequal(found, three_undisturbed)
 
@@ -162,7 +160,7 @@ def test_a_host_that_ends_at_any_moment(seed: int, two: Hosts, undisturbed: Any,
     draw = random.Random(seed)
     timer = threading.Timer(draw.uniform(0.2, 1.5), kill_ranks, [two[draw.randrange(2)]])
     timer.start()
-    found = run_on(two, 2, tmp_path / "deaths", restarts=2, work=QUIET, keep="buddy")
+    found = run_on(two, 2, tmp_path / "deaths", restarts=2, keep="buddy")
     timer.join()
     assert_ended_equal(found, undisturbed)
 
@@ -172,7 +170,7 @@ def test_ranks_of_a_lost_host_come_back_on_another(three: Hosts, undisturbed: An
     folder, deaths = tmp_path / "deaths", [Death(2, 3, "begin"), Death(3, 3, "begin")]
     names = [f"{death.rank}.3.begin" for death in deaths]
     launches = [Launch([0, 1], 0), Launch([2, 3], 0), Launch([2, 3], 0, names)]
-    found = run_on(three, 2, folder, deaths, work=QUIET, launches=launches, keep="buddy")
+    found = run_on(three, 2, folder, deaths, launches=launches, keep="buddy")
     assert_happened(folder, deaths)
     assert not unequal(found, undisturbed)
 
@@ -182,7 +180,7 @@ def test_a_job_ends_by_name_where_both_copies_of_a_state_are_gone(three: Hosts, 
     deaths = [Death(rank, 3, "begin") for rank in (0, 1)]  # rank 1 is the buddy of rank 0
     launches = [Launch([0], 1), Launch([1], 1), Launch([2], 0)]
     with pytest.raises(RanksFailed, match="NothingKeptError: no step is kept of every rank: rank 0 none"):
-        run_on(three, 1, tmp_path / "deaths", deaths, work=QUIET, launches=launches, keep="buddy")
+        run_on(three, 1, tmp_path / "deaths", deaths, launches=launches, keep="buddy")
 
 
 @pytest.mark.thorough

@@ -26,6 +26,7 @@ ROUNDS = {
         Death(1, 4, "clip", "raise"),
     ],
     "connecting": [Death(1, 1, "backward"), Death(0, 1, "connect"), Death(2, -1, "connect")],
+    "before it connects": [Death(1, 1, "backward"), Death(0, 1, "met"), Death(2, -1, "met")],
     "all at once": [Death(rank, 4, "begin") for rank in range(RANKS)],
 }
 

@@ -143,6 +143,7 @@ def train(
     fate.watch(Collector, "collect", "finish")
     fate.watch(StateSlot, "fill", "keep", after=True)
     fate.watch(TrainingState, "put", "restore", after=True)
+    fate.watch(Generations, "enter", "met", after=True)
     fate.watch(Generations, "ready", "ready")
     fate.watch(process_group, "announce_rank", "connect", after=True)
     with odc.Recovery(rejoin_s=60, **(options or {})) as recovery:
