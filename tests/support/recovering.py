@@ -104,11 +104,13 @@ class Fate:
 
 
 def model_of(width: int = WIDTH) -> nn.Sequential:
+    """Two blocks, to be units of their own, and parameters of the root's."""
     torch.manual_seed(0)
     inner = width * 3 // 2
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Dropout(0.2), nn.Linear(inner, width)) for _ in range(2))
-    )
+    blocks = [
+        nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Dropout(0.2), nn.Linear(inner, width)) for _ in range(2)
+    ]
+    return nn.Sequential(*blocks, nn.LayerNorm(width))
 
 
 def kill_at_any_moment(folder: Path, mean_s: float, most: int, seed: int) -> None:
@@ -150,7 +152,7 @@ def train(
         fate.step = recovery.step
         settings = Settings(reproducible=True, timeout_s=30, check_protocol=True)
         model: Any = model_of(work.width)
-        for block in model:
+        for block in model[:2]:
             fully_shard(block, settings=settings)
         fully_shard(model, settings=settings)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -223,7 +225,7 @@ def run(
 ) -> Any:
     """The job, and what each rank returned. With `most`, processes are killed after `until_killed_s` in the mean."""
     folder.mkdir(parents=True, exist_ok=True)
-    allowed = 3 * len(deaths) if restarts is None else restarts
+    allowed = len(deaths) if restarts is None else restarts  # no survivor may end
     killed = (until_killed_s, most, seed) if most else None
     return launch(train, str(folder), tuple(deaths), steps, killed, ranks=ranks, restarts=allowed)
 
