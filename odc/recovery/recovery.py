@@ -343,7 +343,7 @@ def _launchers_store(timeout_s: float) -> Any:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise UnsupportedError(
             "rank 0 would host the job's store, which ends with it: start the ranks by a launcher that hosts it "
-            "(torchrun, odc train), start one by `python -m odc.recovery.store` (docs/recovery.md), or give "
+            "(torchrun, odc train), start one by `python -m odc.recovery.store` (docs/launchers.md), or give "
             "odc.Recovery(store=...) one that outlives every rank"
         )
     try:

@@ -1,6 +1,6 @@
 """The job's store, as a process of its own: `python -m odc.recovery.store 29500`.
 
-For launchers that host none: Slurm, Kubernetes, a loop of the shell (docs/recovery.md). It is started once for a job,
+For launchers that host none: Slurm, Kubernetes, a loop of the shell (docs/launchers.md). It is started once for a job,
 outlives all of its ranks, and is stopped by a signal when they have ended. Ranks find it by MASTER_ADDR and
 MASTER_PORT, and wait for it.
 """

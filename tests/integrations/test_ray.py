@@ -1,4 +1,4 @@
-"""The recipe for Ray of docs/recovery.md, as it stands there: Ray starts actors again that kill themselves or raise."""
+"""The recipe for Ray of docs/launchers.md, as it stands: Ray starts actors again that kill themselves or raise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.recovering import run, unequal
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: make test-integrations")
 
 RANKS = 2
-PAGE = Path(__file__).parents[2] / "docs" / "recovery.md"
+PAGE = Path(__file__).parents[2] / "docs" / "launchers.md"
 TRAIN = """
 import os
 from pathlib import Path
@@ -34,7 +34,7 @@ def train():
 
 
 def test_ray_starts_actors_again(tmp_path: Path) -> None:
-    found = re.search(r"### Ray\n.*?```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    found = re.search(r"## Ray\n.*?```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert found and found[1].count("ray.init()") == 1
     for name in ("deaths", "output"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""The launchers of docs/recovery.md: their commands, as they stand there, run here a job that loses a rank.
+"""The launchers of docs/launchers.md: their commands, as they stand there, run here a job that loses a rank.
 
 Slurm and Kubernetes are what they set in the environment: `srun` is a script that does, a pod its container's command.
 """
@@ -24,7 +24,7 @@ from support.recovering import run, unequal
 
 RANKS = 2
 DEATH = "0.4.clip"
-PAGE = (Path(__file__).parents[2] / "docs" / "recovery.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text(encoding="utf-8")
 #: What Slurm sets for its tasks; --kill-on-bad-exit=0 is given.
 SRUN = """#!/bin/bash
 test "$1" = --kill-on-bad-exit=0 || exit 2
@@ -38,7 +38,7 @@ exit $failed
 
 def recipe(heading: str, language: str) -> str:
     """The first block of code under a heading; its port is free here."""
-    text = PAGE.split(f"\n### {heading}\n")[1]
+    text = PAGE.split(f"\n## {heading}\n")[1]
     found = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
     assert found, heading
     with socket.socket() as free:
@@ -107,12 +107,13 @@ def survived(folder: Path, undisturbed: Any) -> None:
     assert not unequal(found, undisturbed)
 
 
-@pytest.mark.parametrize("heading", ["A loop of the shell", "Slurm"])
+@pytest.mark.parametrize("heading", ["A loop of the shell", pytest.param("Slurm", marks=pytest.mark.thorough)])
 def test_a_batch_script_starts_ranks_again(heading: str, host: Host, undisturbed: Any) -> None:
     ended_well(host.start(recipe(heading, "bash")))
     survived(host.folder, undisturbed)
 
 
+@pytest.mark.thorough
 def test_pods_start_ranks_again(host: Host, undisturbed: Any) -> None:
     spec = yaml.safe_load(recipe("Kubernetes", "yaml"))["spec"]
     (container,) = spec["template"]["spec"]["containers"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from support import recovering
 from support.recovering import run, unequal
@@ -33,6 +34,7 @@ def under_torchrun(*program: object) -> None:
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+@pytest.mark.thorough
 def test_ranks_without_recovery_are_not_ended_by_what_ended_those_before(tmp_path: Path) -> None:
     """The store of a restarted job still holds why the ranks before have ended, and where they listened."""
     under_torchrun("-m", "bench.recovery_job", tmp_path, 4, "checkpoints", 2)
