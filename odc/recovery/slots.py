@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Self
@@ -54,6 +55,8 @@ class StateSlot:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self._closing = weakref.finalize(self, os.close, fd)  # also of slots that are dropped
+        self._closing.atexit = False
         self._mapped: Mapping | None = None
 
     @property
@@ -106,9 +109,8 @@ class StateSlot:
 
     def close(self) -> None:
         self._mapped = None
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        self._closing()
 
 
 class Slots:

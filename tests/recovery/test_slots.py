@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -111,6 +112,15 @@ def test_another_process_holds_them_after_their_owner_has_ended() -> None:
     assert_holds(held, 6)
     held.write(7, *state(7))
     assert held.steps() == [6, 7]
+
+
+def test_slots_that_are_dropped_are_closed() -> None:
+    kept = Slots.create(0)
+    fd = kept.fds[0]
+    del kept
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
 
 
 def test_other_files_are_not_taken_for_slots() -> None:
