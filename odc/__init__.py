@@ -18,9 +18,11 @@ else:
         """The public names that need torch (PEP 562); AttributeError for any other."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from odc import fsdp, recovery
-
-        value = globals()[name] = getattr(recovery if name == "Recovery" else fsdp, name)
+        if name == "Recovery":
+            from odc import recovery as room
+        else:
+            from odc import fsdp as room
+        value = globals()[name] = getattr(room, name)
         return value
 
 

@@ -87,17 +87,13 @@ def rank_group(ranks: int, timeout_s: float, backend: str = "gloo", restarts: in
     with Recovery(rejoin_s=timeout_s) if restarts else nullcontext() as recovery:
         if recovery is None:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        yield from _until_all_are_done(recovery)
-
-
-def _until_all_are_done(recovery: Recovery | None) -> Iterator[Recovery | None]:
-    try:
-        yield recovery
-        dist.barrier()  # no rank takes the group down while another still writes
-    finally:
-        shutdown()
-        if dist.is_initialized():  # a recovery that failed has none
-            dist.destroy_process_group()
+        try:
+            yield recovery
+            dist.barrier()  # no rank takes the group down while another still writes
+        finally:
+            shutdown()
+            if dist.is_initialized():  # a recovery that failed has none
+                dist.destroy_process_group()
 
 
 class RankJob:

@@ -19,8 +19,9 @@ _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistN
 _PRELOADED = ("odc.experiments.job", "odc.experiments.text.step", "odc.fsdp", "transformers.modeling_utils")
 _FOREVER_S = 10 * 365 * 24 * 3600.0
 _DEATH = "the process"  # begins the message for a rank that ended without one of its own
-_log = logging.getLogger(__name__)
 _GRACE_S = 1.0  # for the other ranks to send what they saw, once one has failed
+
+_log = logging.getLogger(__name__)
 
 
 class JobFailedError(OdcError):

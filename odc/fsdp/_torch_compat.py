@@ -28,7 +28,8 @@ class Resettable(Protocol):
 _SUPPORTED = ("2.11", "2.15")
 
 
-def _fail(missing: str) -> ImportError:
+def lacking(missing: str) -> ImportError:
+    """The error of an import where the installed torch has not what odc builds on."""
     return ImportError(
         f"odc supports torch {_SUPPORTED[0]} to {_SUPPORTED[-1]}; torch {torch.__version__} lacks {missing} that odc "
         "builds on. Install a supported torch or a newer odc."
@@ -41,7 +42,7 @@ try:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 except ImportError as error:
-    raise _fail(str(error)) from error
+    raise lacking(str(error)) from error
 
 # torch 2.15's; a handle of odc's is one where torch has it.
 GradientReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
@@ -121,7 +122,7 @@ def _check() -> None:
         missing.append("FSDPState._fsdp_param_groups")
     missing += [f"{where}.{name}" for where, (owner, name) in _ELSEWHERE.items() if not hasattr(owner, name)]
     if missing:
-        raise _fail(", ".join(missing))
+        raise lacking(", ".join(missing))
 
 
 _check()

@@ -9,13 +9,12 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.errors import UnsupportedError
-from odc.fsdp._torch_compat import FSDPParamGroup
+from odc.fsdp._torch_compat import FSDPParamGroup, lacking
 
 #: What the keys of the default process group begin with, in the store that it was made with.
 DEFAULT_PREFIX = "0//"
@@ -23,10 +22,10 @@ _GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_pro
 
 for _owner, _name in ((DeviceMesh, "_get_root_mesh"), (distributed_c10d, "_resolve_process_group")):
     if not hasattr(_owner, _name):
-        raise ImportError(f"odc supports torch 2.11 to 2.15; torch {torch.__version__} lacks {_name}")
+        raise lacking(_name)
 for _name in ("_pg_registry", "_dim_group_names"):
     if _name not in inspect.getsource(DeviceMesh):
-        raise ImportError(f"odc supports torch 2.11 to 2.15; torch {torch.__version__} lacks DeviceMesh.{_name}")
+        raise lacking(f"DeviceMesh.{_name}")
 
 
 def refuse_other_groups(groups: Iterable[FSDPParamGroup]) -> None:

@@ -128,7 +128,6 @@ def _watch_exit() -> None:
 def join_job(rank: int, settings: Settings | None) -> None:
     """What a process needs from its first sharded module on, and again in each new process group."""
     global _joined, _at_exit
-    _watch_exit()
     server, store = daemon(rank), compat.default_store()
     if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
         announce_process(JobStore(store, (settings or Settings()).timeout_s, rank), rank)

@@ -11,7 +11,7 @@ from torch import nn
 
 from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
 from odc.fsdp import _torch_compat as compat
-from odc.fsdp import _torch_groups
+from odc.fsdp import _torch_groups, hooks
 from odc.fsdp.call import join_job, shutdown
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.root import live_roots
@@ -86,4 +86,5 @@ def enter_generation(models: list[nn.Module]) -> None:
         registered(module) for model in models for module in model.modules() if isinstance(module, compat.FSDPModule)
     ]
     settings = next((call.settings for call in calls if call.settings is not None), None)
+    hooks.watch_exit(compat.default_store(), dist.get_rank())
     join_job(dist.get_rank(), settings)

@@ -204,6 +204,12 @@ def _main_module() -> dict[str, Any]:
     return data
 
 
+def _give(outcome: RankOutcome, channel: Connection, message: bytes) -> None:
+    outcome.answered, outcome.error, outcome.value = False, None, None
+    with contextlib.suppress(OSError):  # a dead rank: its exit code shows it
+        channel.send_bytes(message)
+
+
 class RankProcesses:
     """Processes of some ranks. Every wait has a timeout.
 
@@ -234,7 +240,8 @@ class RankProcesses:
             pid, channel = server.fork(hello, out, err)
             return RankOutcome(rank, pid), channel
 
-        self._start, self._sent = start, [b""] * len(ranks)
+        self._start = start
+        self._sent: tuple[bytes, ...] = ()  # the newest task of each rank
         try:
             for i, rank in enumerate(ranks):
                 outcome, channel = start(i, rank)
@@ -246,22 +253,16 @@ class RankProcesses:
 
     def send(self, *messages: bytes) -> None:
         """Gives every rank its next task: its own message, or the only one."""
-        self._sent = list(messages * len(self.outcomes) if len(messages) == 1 else messages)
-        for i in range(len(self.outcomes)):
-            self._give(i)
-
-    def _give(self, i: int) -> None:
-        outcome = self.outcomes[i]
-        outcome.answered, outcome.error, outcome.value = False, None, None
-        with contextlib.suppress(OSError):  # a dead rank: its exit code shows it
-            self._channels[i].send_bytes(self._sent[i])
+        self._sent = messages * len(self.outcomes) if len(messages) == 1 else messages
+        for outcome, channel, message in zip(self.outcomes, self._channels, self._sent, strict=True):
+            _give(outcome, channel, message)
 
     def replace(self, rank: int) -> None:
         """Starts a new process for a rank whose own has ended, and gives it the task that was sent last."""
         (i,) = (i for i, outcome in enumerate(self.outcomes) if outcome.rank == rank)
         self._channels[i].close()
         self.outcomes[i], self._channels[i] = self._start(i, rank)
-        self._give(i)
+        _give(self.outcomes[i], self._channels[i], self._sent[i])
 
     def receive(self, timeout: float) -> None:
         """Takes in what ranks send, and exits, until something came or `timeout` is over."""
