@@ -47,7 +47,7 @@ except ImportError as error:
 # torch 2.15's; a handle of odc's is one where torch has it.
 GradientReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
 
-__all__ = ["FSDPModule", "FSDPParam", "FSDPParamGroup", "FSDPState", "torch_fully_shard"]
+__all__ = ["FSDPMeshInfo", "FSDPModule", "FSDPParam", "FSDPParamGroup", "FSDPState", "torch_fully_shard"]
 
 # Every name of torch's objects that is used below and that torch does not promise to keep. Names found on the class
 # (methods, properties, annotated attributes), and attributes found among the names that a method's code stores.

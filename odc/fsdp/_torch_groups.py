@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from odc.errors import UnsupportedError
 from odc.fsdp._torch_compat import FSDPParamGroup, lacking
+from odc.fsdp._torch_reshard import is_sharded_over, shard_anew
 
 #: What the keys of the default process group begin with, in the store that it was made with.
 DEFAULT_PREFIX = "0//"
@@ -52,8 +53,15 @@ def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
 
 
 def take_groups(groups: Iterable[FSDPParamGroup]) -> None:
-    """Give the units the default process group that was made since `drop_groups`."""
+    """Give the units the default process group that was made since `drop_groups`, which may have other ranks.
+
+    Then parameters have other local parts, without values yet.
+    """
     groups = list(groups)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if not all(is_sharded_over(group, rank, world) for group in groups):
+        shard_anew(groups, world)
+        return
     resolve = cast(Any, distributed_c10d)._resolve_process_group
     for mesh in _meshes(groups):
         for name in mesh._dim_group_names:

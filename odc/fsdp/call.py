@@ -110,7 +110,7 @@ def fully_shard(
         # Of a compiled block too the hook runs as it is: traced, it would have every weak dictionary of torch as input.
         one.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
         one.register_load_state_dict_pre_hook(_before_load)
-    register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), dist.get_rank(), settings)
+    register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), settings)
     join_job(dist.get_rank(), settings)
     return module
 

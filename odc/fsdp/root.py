@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
@@ -49,11 +50,11 @@ class Root:
         if any(compat.is_manual(below) for below in compat.states_below(self.state)):
             raise OdcError("set_manual_backward_finalization() must be called on the root")
         call = registered(module)
-        grid = grid_of(groups, call.rank)
+        self.rank = rank = dist.get_rank()
+        grid = grid_of(groups, rank)
         self.settings = settings = agreed_settings(module, call)
         store = compat.default_store()
-        self.grid = grid = locate(JobStore(store, settings.timeout_s, call.rank), grid)
-        self.rank = call.rank
+        self.grid = grid = locate(JobStore(store, settings.timeout_s, rank), grid)
         for group in groups:
             group.odc_params = list(params_of(group))
         units = [unit_of(i, group, settings) for i, group in enumerate(groups)]

@@ -33,14 +33,13 @@ class ShardCall:
     """One call of `fully_shard`, the `sequence`-th on a mesh of these ranks; `settings` are None to take the root's."""
 
     sequence: int
-    rank: int
     settings: Settings | None
 
 
-def register(modules: list[nn.Module], ranks: tuple[int, ...], rank: int, settings: Settings | None) -> None:
+def register(modules: list[nn.Module], ranks: tuple[int, ...], settings: Settings | None) -> None:
     """Note a call of `fully_shard` on `modules` over a mesh of `ranks`, whose order does not count."""
     members = tuple(sorted(ranks))
-    entry = ShardCall(_calls[members], rank, settings)
+    entry = ShardCall(_calls[members], settings)
     _calls[members] += 1
     for module in modules:
         _entries[module] = entry

@@ -19,7 +19,9 @@ from odc.fsdp.minibatch import before_done
 from odc.fsdp.rejoin import host_network
 from odc.net.engines import Engine
 from odc.net.network import HostNetwork
-from odc.recovery.generations import Generations, Held
+from odc.recovery.generations import Generations
+from odc.recovery.holdings import Holdings
+from odc.recovery.members import Agreed, Held, Share
 from odc.recovery.slots import Extent, Slots
 from odc.worker import Job, Worker
 
@@ -59,42 +61,43 @@ class StateExchange:
         self._engine.answer(_LIST, lambda: json.dumps(self._shown).encode())
         network.expect(PURPOSE, self._engine.adopt)
 
-    def show(self, rank: int, step: int, slots: Slots) -> None:
-        """Let other hosts read the state of `rank` after `step`, which is whole in `slots`, and stays so until `hide`.
+    def show(self, share: Share, step: int, slots: Slots) -> None:
+        """Let other hosts read a share of the state after `step`, which is whole in `slots`, and stays so until `hide`.
 
         No-op if it is shown already.
         """
-        name = _name(rank, step)
+        name = _name(share, step)
         if name not in self._shown:
             extent, state = slots.shown(step)
             self._engine.expose(name, state)
             self._shown = {**self._shown, name: extent}  # the engine's threads see all of it or nothing
 
-    def hide(self) -> None:
-        """Show nothing any more. What has been asked for may still be sent."""
-        before, self._shown = self._shown, {}
-        for name in before:
+    def hide(self, layout: int) -> None:
+        """Show nothing of a layout any more. What has been asked for may still be sent."""
+        hidden = [name for name in self._shown if name.startswith(f"{layout}.")]
+        self._shown = {name: extent for name, extent in self._shown.items() if name not in hidden}
+        for name in hidden:
             self._engine.withdraw(name)
 
     def connect(self, rank: int) -> None:
         """Make a connection to `rank`, which listens."""
         self._listed(rank)
 
-    def fetch(self, holder: int, rank: int, step: int, into: Slots) -> None:
-        """Keep the state of `rank` after `step` in `into`, once `holder` shows it; returns when it is whole there."""
+    def fetch(self, holder: int, share: Share, step: int, into: Slots) -> None:
+        """Keep a share of the state after `step` in `into`, once `holder` shows it; returns when it is whole there."""
         deadline, backoff = Deadline(self._timeout_s), Backoff(STATE_POLL_S, STATE_LONGEST_POLL_S)
-        name = _name(rank, step)
+        name = _name(share, step)
         while (extent := self._listed(holder).get(name)) is None:
             if self._closed:
                 raise PeerLostError(f"rank {self._network.rank} has left the generation", culprit=holder)
             if deadline.passed():
                 raise WaitTimeoutError(
-                    f"rank {self._network.rank}, waiting for rank {holder} to show the state of rank {rank} after step "
-                    f"{step}: it has not in {self._timeout_s:g} s",
+                    f"rank {self._network.rank}, waiting for rank {holder} to show the state of rank {share.rank} "
+                    f"after step {step}: it has not in {self._timeout_s:g} s",
                     culprit=holder,
                 )
             backoff.sleep()
-        what = f"the state of rank {rank} after step {step}"
+        what = f"the state of rank {share.rank} after step {step}"
         into.receive(step, extent, lambda memory: self._engine.read(holder, name, 0, memory, what=what))
 
     def _listed(self, holder: int) -> dict[str, Extent]:
@@ -111,63 +114,88 @@ class StateExchange:
 class Buddies:
     """What this rank keeps of another, its ward, and what its own buddy reads here. On the rank's main thread.
 
-    `held` are slots by rank, this one's own among them; those of the ward are added.
+    `held` are the slots that this process holds; those of the ward are added. Where the ranks have become so few that
+    one host has all of them, there is no ward, and nothing is done.
     """
 
-    def __init__(self, generations: Generations, held: dict[int, Slots], timeout_s: float) -> None:
+    def __init__(self, generations: Generations, held: Holdings, timeout_s: float) -> None:
         self._generations, self._held, self._timeout_s = generations, held, timeout_s
         self._exchange: StateExchange | None = None
-        self._ward = -1
+        self._ward = Share(0, -1)
         self._worker, self._job = Worker("odc-buddy"), _settled()
 
-    def open(self, agreed: int | None) -> None:
-        """In a generation that has been entered: show what this rank holds, and read its state after step `agreed`
-        where it has none of its own. Waits for every rank. Raises as `Generations.ready` and `StateExchange.fetch`.
+    def open(self, agreed: Agreed | None) -> None:
+        """In a generation that has been entered: show what this rank holds, and read its own share of `agreed` where
+        it has none. Waits for every rank. Raises as `Generations.ready` and `StateExchange.fetch`.
         """
         rank, shown = self._generations.rank, self._generations.presences
         ward = ward_of({one: presence.host for one, presence in shown.items()}, rank)
         if ward is None:
-            raise UnsupportedError("keep='buddy' is for ranks on several hosts, and all are on this one; keep='host'")
-        self._ward = ward
+            if not self._generations.may_shrink:
+                raise UnsupportedError("keep='buddy' is for ranks on several hosts, and all are on this one; 'host'")
+            return
+        own = self._held.own_share
+        self._ward = Share(own.layout, ward)
         self._exchange = exchange = StateExchange(host_network(), self._timeout_s)
-        for one, slots in self._held.items():
+        for share, slots in self._held.items():
             for step in slots.steps():
-                exchange.show(one, step, slots)
+                exchange.show(share, step, slots)
         self._generations.ready("shown", Held([]))
         exchange.connect(ward)  # now: a root may have the listener move later
-        own = self._held[rank]
-        if agreed is not None and agreed not in own.steps():
-            holders = [one for one in shown if rank in shown[one].held and agreed in shown[one].held[rank].steps]
-            exchange.fetch(holders[0], rank, agreed, own)
+        if agreed is not None and agreed.layout == own.layout and agreed.step not in self._held.own.steps():
+            self._fetch(own, agreed.step, self._held.own)
 
-    def begin(self, agreed: int | None) -> None:
-        """Once every rank is ready: show nothing, and hold the ward's slots, with what was agreed on.
+    def fetch(self, share: Share, step: int) -> Slots | None:
+        """A copy of a share after `step`, from another host; None if no rank has shown it. Waits."""
+        return self._fetch(share, step, Slots.create(share))
 
-        Slots of a rank that has been the ward before, or was on this host, are let go of.
+    def _fetch(self, share: Share, step: int, into: Slots) -> Slots | None:
+        shown = self._generations.presences
+        holders = [one for one in shown if share in shown[one].held and step in shown[one].held[share].steps]
+        if self._exchange is None or not holders:
+            return None
+        self._exchange.fetch(holders[0], share, step, into)
+        return into
+
+    def begin(self, agreed: Agreed | None) -> None:
+        """Once every rank is ready: hold the ward's slots, with what was agreed on, and show nothing of its layout.
+
+        Slots of a rank that has been the ward before, or was on this host, are let go of; those of other layouts stay.
         """
-        assert self._exchange is not None
-        self._exchange.hide()
-        for rank in [one for one in self._held if one != self._ward and not self._generations.here(one)]:
-            self._held.pop(rank).close()
+        if self._exchange is None:
+            return
+        layout = self._ward.layout
+        self._exchange.hide(layout)
+        mine = [one for one in self._held if one.layout == layout]
+        for share in [one for one in mine if one != self._ward and not self._generations.here(one.rank)]:
+            self._held.pop(share).close()
         if self._ward not in self._held:
             self._held[self._ward] = Slots.create(self._ward)
         # A ward that begins anew may have another state than it had before.
-        self._held[self._ward].forget_after(-1 if agreed is None else agreed)
+        kept = agreed is not None and agreed.layout == layout
+        self._held[self._ward].forget_after(agreed.step if agreed is not None and kept else -1)
         before_done.append(self.settle)
 
     def keep(self, step: int) -> None:
         """Show this rank's state after `step`, which it has kept, and begin to read the ward's. Does not wait."""
-        assert self._exchange is not None
-        own, ward = self._held[self._generations.rank], self._held[self._ward]
-        self._exchange.hide()  # no rank is done with this step before the last one is whole at all buddies
-        self._exchange.show(self._generations.rank, step, own)
+        if self._exchange is None:
+            return
+        own, ward = self._held.own_share, self._held[self._ward]
+        self._exchange.hide(own.layout)  # no rank is done with this step before the last one is whole at all buddies
+        self._exchange.show(own, step, self._held.own)
         if step not in ward.steps():
-            self._job = Job(functools.partial(self._exchange.fetch, self._ward, self._ward, step, ward))
+            self._job = Job(functools.partial(self._exchange.fetch, self._ward.rank, self._ward, step, ward))
             self._worker.submit(self._job)
 
     def settle(self) -> None:
         """Wait until the ward's state is whole here that was begun. Raises as `StateExchange.fetch`."""
         self._job.wait()
+
+    def hide_other_layouts(self) -> None:
+        """Every rank has what it needs of them."""
+        if self._exchange is not None:
+            for layout in {share.layout for share in self._held} - {self._ward.layout}:
+                self._exchange.hide(layout)
 
     def close(self) -> None:
         """Leave the generation: give up what is being read. Idempotent."""
@@ -186,5 +214,5 @@ def _settled() -> Job[None]:
     return job
 
 
-def _name(rank: int, step: int) -> str:
-    return f"{rank}/{step}"
+def _name(share: Share, step: int) -> str:
+    return f"{share.layout}.{share.rank}/{step}"

@@ -1,20 +1,22 @@
-"""How the ranks of a job meet, at its start and after a death, and agree on the step that all of them have kept.
+"""How the ranks of a job meet, at its start and after a death, and agree on who takes part.
 
-A **generation** is one set of processes, one for each rank. It is given up when one of them ends: the next one begins,
-in which a new process has the place of that rank, and the others are the same as before.
+A **generation** is one set of processes. It is given up when one of them ends: the next one begins, in which a new
+process has the place of that one, or the others go on without it, and they are the same as before.
 
-Keys in the launcher's store, under `odc/recovery/`: `generation` (the newest; it only rises), `G/present/R` (what rank
-R of generation G is and holds), `G/ready/R` (where its slots are then), `G/over/R` (it has kept its last step),
-`over` once all have, `first`, the step that the job begins at, and `keeper/H`, the process that keeps the slots of host
-H. Process group and heaps of generation G have their keys under `odc/recovery/G/`.
+Keys in the launcher's store, under `odc/recovery/`: `generation` (the newest; it only rises), `G/present/P` (what the
+process with place P shows in generation G), `G/ready/R` (where the slots of rank R are then), `G/over/R` (it has kept
+its last step), `over` once all have, `first`, the step that the job begins at, and `keeper/H`, the process that keeps
+the slots of host H. Where ranks may become fewer also `G/members`, who takes part in G; `members`, who did last;
+`waiting/P`, a process that waits for others of its host. Process group and heaps of generation G have
+their keys under `odc/recovery/G/`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from odc.deadlines import STORE_LEAST_S, STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
@@ -23,110 +25,80 @@ from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.memory import ProcessHandle
 from odc.net import JobStore, announce_failure
 from odc.net.store import attempt, failure, host_identity
+from odc.recovery.members import Agreed, Held, Members, Presence, Share, newest_common, on_whole_hosts
 
 PREFIX = "odc/recovery/"
 
 
-class NothingKeptError(OdcError):
-    """No step is kept of every rank: both copies of a rank's state are gone. Restart from the last checkpoint."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """Slots of one rank in the process that holds them: its descriptors, and the steps that are whole."""
-
-    fds: list[int]
-    steps: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Presence:
-    """What a rank shows of itself in a generation. `held` are slots by rank, its own among them if it has any."""
-
-    pid: int
-    host: str
-    held: dict[int, Held]
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def decode(cls, text: bytes) -> Presence:
-        found = json.loads(text)
-        held = {int(rank): Held(**one) for rank, one in found["held"].items()}
-        return cls(found["pid"], found["host"], held)
-
-
-def newest_common(presences: Iterable[Presence], world: int, first: int | None) -> int | None:
-    """The newest step that is whole for every rank; None where the job begins, or goes back to its beginning.
-
-    That is step `first`, whose state a rank has by its program alone; None before any rank has kept it.
-    NothingKeptError if a rank has kept nothing, although another cannot go back to the beginning any more.
-    """
-    kept: dict[int, set[int]] = {rank: set() for rank in range(world)}
-    for presence in presences:
-        for rank, held in presence.held.items():
-            kept[rank].update(held.steps)
-    common = set.intersection(*kept.values())
-    if common:
-        return max(common)
-    if all(steps <= {first} for steps in kept.values()):
-        return None
-    raise NothingKeptError(
-        f"no step is kept of every rank: {describe(kept)}; no process lives that held the others. Restart from the "
-        "last checkpoint"
-    )
-
-
-def describe(kept: Mapping[int, set[int]]) -> str:
-    """For messages: which steps of which rank."""
-    each = (f"rank {rank} {' and '.join(map(str, sorted(steps))) or 'none'}" for rank, steps in sorted(kept.items()))
-    return ", ".join(each)
-
-
 class GenerationOver(Exception):
-    """The generation that this rank was in, or was about to enter, has been given up."""
+    """The generation that this process was in, or was about to enter, has been given up."""
 
 
 class Generations:
-    """The generations as one rank sees them; on its main thread.
+    """The generations as one process sees them; on its main thread.
 
-    `timeout_s` is how long it waits for each rank, a replacement among them.
+    Args:
+        place: this process's, as the launcher counts, of `places`.
+        timeout_s: how long it waits for each other, a replacement among them.
+        fewest: go on without those that have not come then, if so many have; None: never.
     """
 
-    def __init__(self, store: Any, rank: int, world: int, timeout_s: float) -> None:
-        self.rank, self.world, self._timeout_s = rank, world, timeout_s
-        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), rank, PREFIX, lasts=True)
+    def __init__(self, store: Any, place: int, places: int, timeout_s: float, fewest: int | None = None) -> None:
+        self.place, self._places, self._timeout_s = place, places, timeout_s
+        self._fewest = places if fewest is None else fewest
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), place, PREFIX, lasts=True)
         self.generation = 0
-        self.presences: dict[int, Presence] = {}
-        self._processes: dict[int, ProcessHandle] = {}
+        self.members = Members(0, tuple(range(places)))
+        self.presences: dict[int, Presence] = {}  # by rank
+        self._processes: dict[int, ProcessHandle] = {}  # by place
 
-    def enter(self, held: Callable[[], dict[int, Held]]) -> None:
-        """Enter the newest generation and wait until all ranks are in it; sets `generation` and `presences`.
+    @property
+    def may_shrink(self) -> bool:
+        """Whether ranks may become fewer than the places, and more again."""
+        return self._fewest < self._places
 
-        `held` is asked for each try. Raises GenerationOver if that generation is given up meanwhile, WaitTimeoutError,
-        with the ranks that are missing, when no other has come for `timeout_s`, OdcError if the job is over.
+    @property
+    def rank(self) -> int:
+        """This process's, in its generation."""
+        return self.members.places.index(self.place)
+
+    @property
+    def world(self) -> int:
+        """How many ranks the generation has."""
+        return len(self.members.places)
+
+    def enter(self, held: Callable[[], dict[Share, Held]]) -> Agreed | None:
+        """Enter the newest generation and wait until all are in it; sets `generation`, `members` and `presences`.
+
+        Returns what `newest_common` finds. `held` is asked for each try. Raises GenerationOver if that generation is
+        given up meanwhile, WaitTimeoutError, with those that are missing, when no other has come for `timeout_s`,
+        NothingKeptError, OdcError if the job is over.
         """
         if self._store.check(["over"]):
-            raise OdcError(f"rank {self.rank} has nothing to go on with: the job has kept its last step, and is over")
+            raise OdcError(f"rank {self.place} has nothing to go on with: the job has kept its last step, and is over")
         self.generation = self._newest()
-        own = f"{self.generation}/present/{self.rank}"
-        if self._store.check([own]):  # this process itself, before a death, or the one whose place it takes
-            # Ranks of other hosts may wait for that one's heap, and have no other way to learn of its end.
-            announce_failure(self._of_group(), f"rank {self.rank} has ended, and its place is taken", self.rank)
-            self.leave()
-            raise GenerationOver
+        self._refuse_taken()
         for process in self._processes.values():
             process.close()
         self._processes = {}
-        presence = Presence(os.getpid(), host_identity(), held())
-        self._store.set(own, presence.encode())
-        self.presences = {rank: Presence.decode(text) for rank, text in self._await("present").items()}
+        self._store.set(f"{self.generation}/present/{self.place}", self._shown(held()).encode())
+        shown = self._gather()
+        self.presences = {rank: shown[place] for rank, place in enumerate(self.members.places)}
+        return self._common(shown)
 
     def ready(self, point: str, own: Held) -> dict[int, Held]:
         """Wait until every rank has come to a point; returns what each has shown there. Raises as `enter` does."""
         self._store.set(f"{self.generation}/{point}/{self.rank}", json.dumps(asdict(own)))
-        return {rank: Held(**json.loads(text)) for rank, text in self._await(point).items()}
+        found: dict[int, Held] = {}
+        wait = self._waiting()
+        while True:
+            for rank in [rank for rank in range(self.world) if rank not in found]:
+                if (text := self._store.find(f"{self.generation}/{point}/{rank}")) is not None:
+                    found[rank] = Held(**json.loads(text))
+            if len(found) == self.world:
+                return found  # whoever has ended since: after the last point of a job processes do
+            if wait.over(len(found)):
+                raise self._late([place for rank, place in enumerate(self.members.places) if rank not in found])
 
     def begin_at(self, step: int) -> None:
         """Note the step that the job begins at, the same on every rank."""
@@ -144,7 +116,7 @@ class Generations:
         found = self._store.find(self._keeper_key())
         return None if found is None else Presence.decode(found)
 
-    def show_keeper(self, pid: int, held: dict[int, Held]) -> None:
+    def show_keeper(self, pid: int, held: dict[Share, Held]) -> None:
         """Show the ranks of this host its new keeper."""
         self._store.set(self._keeper_key(), Presence(pid, host_identity(), held).encode())
 
@@ -157,25 +129,145 @@ class Generations:
         self._store.set("over", "")
 
     def leave(self) -> None:
-        """Give this rank's generation up: the next one begins, if it has not yet."""
+        """Give this process's generation up: the next one begins, if it has not yet."""
         old = str(self.generation)
         self._store.compare_set("generation", "" if not self.generation else old, str(self.generation + 1))
 
+    def superseded(self) -> bool:
+        """Whether a newer generation has begun."""
+        return self._newest() > self.generation
+
     def culprit(self) -> int | None:
         """The rank that has ended this generation, -1 where that is not known; None while it goes on."""
-        if dead := [rank for rank, process in self._processes.items() if not process.alive()]:
-            return dead[0]
+        if dead := [place for place, process in self._processes.items() if not process.alive()]:
+            return self.members.places.index(dead[0]) if dead[0] in self.members.places else -1
         if (found := failure(self._of_group())) is not None:  # also of a rank on another host
             return found[0]
-        return -1 if self._newest() > self.generation else None
+        return -1 if self.superseded() else None
 
     def here(self, rank: int) -> bool:
         """Whether a rank of this generation is on this host."""
         return self.presences[rank].host == self.presences[self.rank].host
 
+    def places_of(self, layout: int) -> tuple[int, ...]:
+        """The places of a layout's ranks."""
+        found = self._decided(layout) if self.may_shrink else None
+        return tuple(range(self._places)) if found is None else found.places
+
     def close(self) -> None:
         for process in self._processes.values():
             process.close()
+
+    # meeting -----------------------------------------------------------------------------------------------------
+
+    def _refuse_taken(self) -> None:
+        """GenerationOver where the newest generation is not this process's to enter; it begins the next one then."""
+        if self._store.check([f"{self.generation}/present/{self.place}"]):
+            # This process itself, before a death, or the one whose place it takes.
+            places = (self._decided(self.generation) or self.members).places
+            if self.place in places:
+                # Ranks of other hosts may wait for that one's heap, and have no other way to learn of its end.
+                rank = places.index(self.place)
+                announce_failure(self._of_group(), f"rank {rank} has ended, and its place is taken", rank)
+        elif (members := self._decided(self.generation)) is not None:
+            self._await_host(members)
+        else:
+            return
+        self.leave()
+        raise GenerationOver
+
+    def _gather(self) -> dict[int, Presence]:
+        """What all that have come show, by place, once it is decided who takes part: sets `members`."""
+        expected = self._expected()
+        shown: dict[int, Presence] = {}
+        wait = self._waiting()
+        while True:
+            for place in [place for place in range(self._places) if place not in shown]:
+                if (text := self._store.find(f"{self.generation}/present/{place}")) is not None:
+                    shown[place] = Presence.decode(text)
+                    self._watch(place, shown[place])
+            if not self.may_shrink and len(shown) == self._places:
+                return shown
+            if self.may_shrink and (members := self._decided(self.generation)) is not None:
+                if self.place in members.places:
+                    self.members = members
+                    self._store.set("members", members.encode())
+                    self._store.set(f"waiting/{self.place}", "")
+                    if shown.keys() >= {*members.places}:
+                        return shown
+                else:
+                    self._await_host(members)
+                    self.leave()
+                    raise GenerationOver
+            elif self.may_shrink and shown.keys() >= {*expected}:
+                self._decide(shown)
+            if wait.over(len(shown)):
+                if not self._can_do_with(shown):
+                    raise self._late([place for place in expected if place not in shown])
+                self._decide(shown)
+
+    def _expected(self) -> tuple[int, ...]:
+        """The places that are waited for: those that took part last."""
+        found = self._store.find("members") if self.may_shrink else None
+        return tuple(range(self._places)) if found is None else Members.decode(found).places
+
+    def _can_do_with(self, shown: dict[int, Presence]) -> bool:
+        """Whether those that have come may go on alone. Their models are divided anew, from what is kept."""
+        enough = len(on_whole_hosts({place: one.host for place, one in shown.items()})) >= self._fewest
+        return enough and (not self.generation or self._common(shown) is not None)
+
+    def _decide(self, shown: dict[int, Presence]) -> None:
+        """Propose those that have come; the first proposal of a generation holds."""
+        places = on_whole_hosts({place: one.host for place, one in shown.items()})
+        found = self._store.find("members")
+        before = Members(0, tuple(range(self._places))) if found is None else Members.decode(found)
+        if places != before.places and self.generation and self._common(shown) is None:
+            places = before.places  # nothing is kept that could be divided anew
+        layout = before.layout if places == before.places and found is not None else self.generation
+        self._store.compare_set(f"{self.generation}/members", "", Members(layout, places).encode())
+
+    def _decided(self, generation: int) -> Members | None:
+        found = self._store.find(f"{generation}/members") if self.may_shrink else None
+        return None if found is None else Members.decode(found)
+
+    def _await_host(self, members: Members) -> None:
+        """Before a process joins: wait until as many of its host want to as the members' hosts have, if it is another.
+
+        WaitTimeoutError after `timeout_s`.
+        """
+        here, hosts = host_identity(), []
+        for place in members.places:
+            if (text := self._store.find(f"{self.generation}/present/{place}")) is not None:
+                hosts.append(Presence.decode(text).host)
+        if here in hosts or not hosts:
+            return
+        self._store.set(f"waiting/{self.place}", self._shown({}).encode())
+        deadline, backoff = Deadline(self._timeout_s), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
+        while self._waiting_here() < hosts.count(hosts[0]):
+            if deadline.passed():
+                raise WaitTimeoutError(
+                    f"rank {self.place}, waiting for {hosts.count(hosts[0])} processes of this host to join the others "
+                    f"with: they have not come for {self._timeout_s:g} s",
+                )
+            backoff.sleep()
+
+    def _waiting_here(self) -> int:
+        """How many processes of this host wait to join."""
+        found = [self._store.find(f"waiting/{place}") for place in range(self._places)]
+        here = [one.pid for one in map(Presence.decode, filter(None, found)) if one.host == host_identity()]
+        processes = [ProcessHandle(pid) for pid in here]
+        alive = sum(process.alive() for process in processes)
+        for process in processes:
+            process.close()
+        return alive
+
+    def _common(self, shown: dict[int, Presence]) -> Agreed | None:
+        layouts = {share.layout for one in shown.values() for share in one.held}
+        worlds = {layout: len(self.places_of(layout)) for layout in layouts or {self.members.layout}}
+        return newest_common(shown.values(), worlds, self.first)
+
+    def _shown(self, held: dict[Share, Held]) -> Presence:
+        return Presence(os.getpid(), host_identity(), held)
 
     def _newest(self) -> int:
         return int(self._store.find("generation") or 0)
@@ -183,32 +275,37 @@ class Generations:
     def _of_group(self) -> JobStore:
         """What ranks store of this generation beside what this module does, in the store of their process group."""
         prefix = f"{PREFIX}{self.generation}/{DEFAULT_PREFIX}{attempt()}"
-        return JobStore(self._store, self._store.timeout_s, self.rank, prefix)
+        return JobStore(self._store, self._store.timeout_s, self.place, prefix)
 
-    def _await(self, what: str) -> dict[int, bytes]:
-        found: dict[int, bytes] = {}
-        deadline, backoff = Deadline(self._timeout_s, 0), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
-        while len(found) < self.world:
-            for rank in [rank for rank in range(self.world) if rank not in found]:
-                text = self._store.find(f"{self.generation}/{what}/{rank}")
-                if text is not None:
-                    found[rank] = text
-                    self._watch(rank, text, what)
-            if self.culprit() is not None:
-                self.leave()
-                raise GenerationOver
-            if deadline.passed(len(found)):
-                missing = [rank for rank in range(self.world) if rank not in found]
-                raise WaitTimeoutError(
-                    f"rank {self.rank}, in generation {self.generation}, waiting for ranks {missing} to meet the "
-                    f"others: none has come for {self._timeout_s:g} s",
-                    culprit=missing[0],
-                )
-            backoff.sleep()
-        return found
+    def _waiting(self) -> _Wait:
+        return _Wait(self, self._timeout_s)
 
-    def _watch(self, rank: int, text: bytes, what: str) -> None:
-        if what == "present" and rank != self.rank:
-            presence = Presence.decode(text)
-            if presence.host == host_identity():
-                self._processes[rank] = ProcessHandle(presence.pid)
+    def _late(self, missing: list[int]) -> WaitTimeoutError:
+        return WaitTimeoutError(
+            f"rank {self.place}, in generation {self.generation}, waiting for ranks {missing} to meet the others: none "
+            f"has come for {self._timeout_s:g} s",
+            culprit=missing[0],
+        )
+
+    def _watch(self, place: int, presence: Presence) -> None:
+        if place != self.place and presence.host == host_identity():
+            self._processes[place] = ProcessHandle(presence.pid)
+
+
+class _Wait:
+    """A wait for others of a generation, whose deadline begins anew whenever one has come."""
+
+    def __init__(self, generations: Generations, timeout_s: float) -> None:
+        self._generations = generations
+        self._deadline = Deadline(timeout_s, 0)
+        self._backoff = Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
+
+    def over(self, found: int) -> bool:
+        """Sleep a while; whether the deadline has passed. GenerationOver if the generation is."""
+        if self._generations.culprit() is not None:
+            self._generations.leave()
+            raise GenerationOver
+        if self._deadline.passed(found):
+            return True
+        self._backoff.sleep()
+        return False

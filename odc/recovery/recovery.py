@@ -16,8 +16,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import subprocess
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -31,10 +29,12 @@ from torch import nn
 from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
 from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
 from odc.fsdp.rejoin import aborted_by_another, enter_generation, leave_generation, refuse_groups
-from odc.recovery import keeper
 from odc.recovery.buddy import Buddies
-from odc.recovery.generations import GenerationOver, Generations, Held, newest_common
+from odc.recovery.generations import GenerationOver, Generations
+from odc.recovery.holdings import Holdings
+from odc.recovery.members import Agreed, Held, Share
 from odc.recovery.process_group import make_group
+from odc.recovery.reshard import FormerLayout
 from odc.recovery.slots import Slots
 from odc.recovery.state import Stateful, TrainingState
 
@@ -53,6 +53,8 @@ class Recovery:
         every: keep each so many steps; a death costs as many minibatches.
         keep: "host": a state is lost with the last process of its host. "buddy": it is kept on another host too, and
             sent there after each kept step; a whole host may end. The same on every rank.
+        fewest: where a rank has not come for `rejoin_s`, go on without it, if so many have; it may still come later.
+            None: never. Over several hosts it takes "buddy". The same on every rank.
 
     Raises:
         ConfigError: torchrun's variables are missing, or arguments that mean nothing.
@@ -63,7 +65,13 @@ class Recovery:
     """
 
     def __init__(
-        self, store: Any = None, *, rejoin_s: float = 300.0, every: int = 1, keep: Literal["host", "buddy"] = "host"
+        self,
+        store: Any = None,
+        *,
+        rejoin_s: float = 300.0,
+        every: int = 1,
+        keep: Literal["host", "buddy"] = "host",
+        fewest: int | None = None,
     ) -> None:
         if every < 1 or rejoin_s <= 0:
             raise ConfigError(f"every={every} must be 1 or more, rejoin_s={rejoin_s} more than 0")
@@ -71,18 +79,29 @@ class Recovery:
             raise ConfigError(f"keep={keep!r} must be 'host' or 'buddy'")
         if dist.is_initialized():
             raise UnsupportedError("there is a process group already; odc.Recovery() makes it, before anything else")
-        self.rank, self.world = _place()
+        place, places = _place()
+        if fewest is not None and not 1 <= fewest <= places:
+            raise ConfigError(f"fewest={fewest} must be from 1 to the {places} ranks of the job")
         self._store = store or _launchers_store(rejoin_s)
         self.every = every
-        self._generations = Generations(self._store, self.rank, self.world, rejoin_s)
-        self._held: dict[int, Slots] = {}  # by rank, this one's own too
+        self._generations = Generations(self._store, place, places, rejoin_s, fewest)
+        self._held = Holdings(self._generations, rejoin_s)
         self._buddies = Buddies(self._generations, self._held, rejoin_s) if keep == "buddy" else None
         self._trained: TrainingState | None = None
         self.step = self._first = 0  # steps that are done, also when the program began
         self.recoveries = 0  # that this process has lived through
         self._rejoin_s = rejoin_s
-        self._keeper: subprocess.Popen[bytes] | None = None
         self._agreed = self._meet()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the present generation: `torch.distributed.get_rank()`."""
+        return self._generations.rank
+
+    @property
+    def world(self) -> int:
+        """How many ranks the present generation has; another number after a step only where `fewest` was given."""
+        return self._generations.world
 
     @property
     def generation(self) -> int:
@@ -128,7 +147,8 @@ class Recovery:
             self._generations.begin_at(first)
             self._keep()
         else:
-            self._restore(self._agreed)
+            with self.repeatable():
+                self._restore(self._agreed)
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps to be done, from where the job is; one comes again that was not finished.
@@ -160,6 +180,8 @@ class Recovery:
         self.step += 1
         if self.step % self.every == 0:
             self._keep()
+        if self._generations.may_shrink and self._generations.superseded():
+            raise GenerationOver  # by a process that wants to join, of which no wait in odc would learn
 
     def wait_for_all(self, point: str) -> None:
         """Wait until every rank of this generation has come to a point. Inside `repeatable`: a death ends the wait."""
@@ -168,7 +190,7 @@ class Recovery:
     def finish(self) -> None:
         """The last step is done: wait until every rank has kept its last. Inside `repeatable`; the job is over then."""
         self._generations.finish()
-        self._end_keeper()
+        self._held.end_keeper()
 
     @contextlib.contextmanager
     def repeatable(self) -> Iterator[None]:
@@ -181,7 +203,7 @@ class Recovery:
         try:
             yield
         except GenerationOver:
-            lost = "a rank has ended", None
+            lost = "a rank has ended, or joins", None
         except RuntimeError as error:
             if not self._is_loss(error):
                 raise
@@ -196,9 +218,7 @@ class Recovery:
         """Let go of all kept states. The process group stays."""
         if self._buddies is not None:
             self._buddies.close()
-        for slots in self._held.values():
-            slots.close()
-        self._held.clear()
+        self._held.close()
         self._generations.close()
 
     def __enter__(self) -> Recovery:
@@ -215,17 +235,60 @@ class Recovery:
         return self._trained
 
     def _keep(self) -> None:
-        self._held[self.rank].write(self.step, *self._state.take())
+        if self._generations.may_shrink:
+            self._state.refuse_undivided()
+        self._held.own.write(self.step, *self._state.take())
         if self._buddies is not None:
             self._buddies.keep(self.step)
 
-    def _restore(self, step: int) -> None:
-        own = self._held[self.rank]
-        own.forget_after(step)
-        self._state.put(*own.read(step))
-        self.step = step
+    def _restore(self, agreed: Agreed) -> None:
+        self.step = agreed.step
+        if agreed.layout != self._held.own_share.layout:
+            self._divide_anew(agreed)
+            return
+        self._held.own.forget_after(agreed.step)
+        self._state.put(*self._held.own.read(agreed.step))
         if self._buddies is not None:
-            self._buddies.keep(step)
+            self._buddies.keep(agreed.step)
+
+    def _divide_anew(self, agreed: Agreed) -> None:
+        """Take this rank's part of what another number of ranks has kept, and keep it; waits until all have."""
+        places = self._generations.places_of(agreed.layout)
+        former = FormerLayout(
+            lambda rank: self._find(Share(agreed.layout, rank), agreed.step),
+            agreed.step,
+            len(places),
+            self.rank,
+            self.world,
+        )
+        took_part = self._generations.place in places
+        base = places.index(self._generations.place) if took_part else self.rank % len(places)
+        self._state.put(*former.kept(base), former.part, random=took_part)
+        if self._buddies is not None:
+            self._buddies.begin(agreed)
+        self._keep()
+        if self._buddies is not None:
+            self._buddies.settle()
+        self._generations.ready("divided", Held([]))  # from here on the former layout is not needed
+        if self._buddies is not None:
+            self._buddies.hide_other_layouts()
+        self._held.drop_other_layouts()
+
+    def _find(self, share: Share, step: int) -> Slots:
+        """The slots of a share that are whole for a step, wherever they are held."""
+        try:
+            found = self._held.find_here(share, step)
+        except OSError as error:  # a holder has ended since it showed what it holds
+            self._generations.leave()
+            raise GenerationOver from error
+        if found is None and self._buddies is not None:
+            found = self._buddies.fetch(share, step)
+        if found is None:
+            raise UnsupportedError(
+                f"rank {self.rank} needs what rank {share.rank} kept on another host: with fewest=..., ranks of "
+                "several hosts need keep='buddy'"
+            )
+        return found
 
     # losing a rank ---------------------------------------------------------------------------------------------
 
@@ -256,22 +319,22 @@ class Recovery:
         self._generations.leave()
         self._agreed = self._meet()
         enter_generation(list(self._state.models))
-        self._restore(self._first if self._agreed is None else self._agreed)
+        with self.repeatable():  # it waits where the number of ranks has changed
+            self._restore(self._agreed or Agreed(self._held.own_share.layout, self._first))
 
-    def _meet(self) -> int | None:
-        """Enter a generation, with a process group; the newest step that all have kept, None at the beginning."""
+    def _meet(self) -> Agreed | None:
+        """Enter a generation, with a process group; what all go back to, None at the beginning."""
         while True:
             try:
-                self._generations.enter(self._holding)
-                agreed = newest_common(self._generations.presences.values(), self.world, self._generations.first)
-                self._take_own_slots()
+                agreed = self._generations.enter(self._held.shown)
+                self._held.take_own()
                 make_group(self._store, self._generations, self._rejoin_s)
                 if self._buddies is not None:
                     self._buddies.open(agreed)
-                self._hold_others(self._generations.ready("ready", Held(self._held[self.rank].fds)))
-                if self._buddies is not None:
+                self._held.hold_others(self._generations.ready("ready", Held(self._held.own.fds)))
+                if self._buddies is not None and (agreed is None or agreed.layout == self._held.own_share.layout):
                     self._buddies.begin(agreed)
-                self._start_keeper()
+                self._held.start_keeper()
                 return agreed
             except GenerationOver:
                 pass
@@ -285,51 +348,6 @@ class Recovery:
                 self._buddies.close()
             if dist.is_initialized():
                 leave_generation([], "its ranks meet anew", self.rank)
-
-    def _holding(self) -> dict[int, Held]:
-        kept = self._generations.keeper if self.rank not in self._held else None
-        if kept is not None:
-            with contextlib.suppress(OSError):  # it has ended
-                self._held[self.rank] = Slots.held_by(kept.pid, kept.held[self.rank].fds, self.rank)
-        return {rank: Held(slots.fds, slots.steps()) for rank, slots in self._held.items()}
-
-    def _take_own_slots(self) -> None:
-        """Those that a rank of this host holds of the process whose place this one takes; else new ones."""
-        if self.rank in self._held:
-            return
-        for rank, presence in self._generations.presences.items():
-            if self.rank in presence.held and self._generations.here(rank):
-                self._held[self.rank] = Slots.held_by(presence.pid, presence.held[self.rank].fds, self.rank)
-                return
-        self._held[self.rank] = Slots.create(self.rank)
-
-    def _hold_others(self, owners: dict[int, Held]) -> None:
-        """Hold the slots of all ranks of this host, by way of their owners. It is the same memory as before, if any."""
-        for rank, held in owners.items():
-            if rank != self.rank and self._generations.here(rank):
-                before = self._held.get(rank)
-                self._held[rank] = Slots.held_by(self._generations.presences[rank].pid, held.fds, rank)
-                if before is not None:
-                    before.close()
-
-    def _start_keeper(self) -> None:
-        """On the first rank of a host, where the launcher restarts all ranks: the keeper of this generation."""
-        here = [rank for rank in range(self.world) if self._generations.here(rank)]
-        if self.rank != here[0] or int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) == 0:
-            return
-        before, held = self._generations.keeper, {rank: Held(self._held[rank].fds) for rank in here}
-        pids = [self._generations.presences[rank].pid for rank in here]
-        self._keeper = keeper.start([fd for one in held.values() for fd in one.fds], pids, self._rejoin_s)
-        self._generations.show_keeper(self._keeper.pid, held)
-        if before is not None:
-            with contextlib.suppress(OSError, KeyError):  # it has ended, and its number may be another's
-                Slots.held_by(before.pid, before.held[self.rank].fds, self.rank).close()
-                os.kill(before.pid, signal.SIGKILL)
-
-    def _end_keeper(self) -> None:
-        if self._keeper is not None:
-            self._keeper.kill()
-            self._keeper.wait()
 
 
 def _place() -> tuple[int, int]:

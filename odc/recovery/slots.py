@@ -24,6 +24,7 @@ import torch
 from odc.errors import HeapMemoryError
 from odc.memory import Words, close_after_fork, free_memory, round_up
 from odc.memory.mapping import Mapping
+from odc.recovery.members import Share
 
 _MARK = 0x0DC5_1075
 _PAGE, _ALIGN, _MIB = 4096, 64, 1 << 20
@@ -36,7 +37,8 @@ class SlotWord(IntEnum):
     TEXT_AT = 1  # bytes from the beginning of the slot
     TEXT_BYTES = 2
     MARK = 3  # that this is a slot, and
-    OWNER = 4  # of which rank
+    LAYOUT = 4  # of which share
+    OWNER = 5
 
 
 class Extent(NamedTuple):
@@ -114,35 +116,36 @@ class StateSlot:
 
 
 class Slots:
-    """Both slots of one rank. Only the process of that rank may `write`, `read` or `forget`; any holder may look."""
+    """Both slots of one share. Only the process whose it is may `write`, `read` or `forget`; any holder may look."""
 
     def __init__(self, fds: Sequence[int]) -> None:
         self._slots = tuple(StateSlot(fd) for fd in fds)
         close_after_fork(self)
 
     @classmethod
-    def create(cls, rank: int) -> Self:
-        """Empty slots of this process's own rank."""
-        made = cls([_memory_file(f"odc.state.{rank}.{i}") for i in range(2)])
+    def create(cls, share: Share) -> Self:
+        """Empty slots."""
+        made = cls([_memory_file(f"odc.state.{share.rank}.{i}") for i in range(2)])
         for slot in made._slots:
             slot.grow(_PAGE)
             words = slot.words()
-            words.store(SlotWord.OWNER, rank)
+            words.store(SlotWord.LAYOUT, share.layout)
+            words.store(SlotWord.OWNER, share.rank)
             words.store(SlotWord.MARK, _MARK)
         return made
 
     @classmethod
-    def held_by(cls, pid: int, fds: Sequence[int], rank: int) -> Self:
-        """The slots of `rank` that process `pid` of this host holds as `fds`; OSError if it has ended, or holds others.
+    def held_by(cls, pid: int, fds: Sequence[int], share: Share) -> Self:
+        """The slots that process `pid` of this host holds as `fds`; OSError if it has ended, or holds another's.
 
         It needs no help of that process, which may be computing.
         """
         opened = [os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC) for fd in fds]
         found = cls(opened)
         for slot in found._slots:
-            if (slot.word(SlotWord.MARK), slot.word(SlotWord.OWNER)) != (_MARK, rank):
+            if tuple(map(slot.word, (SlotWord.MARK, SlotWord.LAYOUT, SlotWord.OWNER))) != (_MARK, *share):
                 found.close()
-                raise OSError(f"process {pid} holds other files than the slots of rank {rank}")
+                raise OSError(f"process {pid} holds other files than the slots of rank {share.rank}")
         return found
 
     @property

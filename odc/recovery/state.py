@@ -10,16 +10,27 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, UnsupportedError
+
+
+class Cut(NamedTuple):
+    """How a tensor is divided: along `dim`, in which all ranks together have `rows`."""
+
+    dim: int
+    rows: int
+
+
+#: This rank's part of the tensor with a number, which was divided so among the ranks that kept it.
+Part = Callable[[int, Cut], torch.Tensor]
 
 
 class Stateful(Protocol):
@@ -44,7 +55,7 @@ class TrainingState:
         Outside of forward and backward. Frees what an evaluation has left unsharded.
         """
         named = list(self._named())
-        tensors = [tensor for _, tensor in named]
+        tensors = [_local(tensor) for _, tensor in named]
         rest = {
             "names": [name for name, _ in named],
             "optimizers": [_state_of(optimizer) for optimizer in self.optimizers],
@@ -56,14 +67,24 @@ class TrainingState:
         return tensors, text.getvalue()
 
     @torch.no_grad()
-    def put(self, tensors: Sequence[torch.Tensor], text: bytes) -> None:
+    def put(
+        self, tensors: Sequence[torch.Tensor], text: bytes, part: Part | None = None, *, random: bool = True
+    ) -> None:
         """Back to a state that `take` gave on the same rank, perhaps in another process. `.grad` is cleared.
 
+        With `part` it was given where there were fewer or more ranks: what is sharded comes from there. Without
+        `random` the random number generators stay as they are.
         Raises ConfigError where parameters or buffers have other names, shapes or dtypes; nothing is changed then.
         """
-        rest = _Unpickler(io.BytesIO(text), tensors, self._meshes()).load()
-        mine = list(self._named())
-        kept = tensors[: len(rest["names"])]
+
+        def read(number: int, cut: Cut | None) -> torch.Tensor:
+            return tensors[number] if part is None or cut is None else part(number, cut)
+
+        rest = _Unpickler(io.BytesIO(text), read, self._meshes()).load()
+        named = list(self._named())
+        mine = [(name, _local(tensor)) for name, tensor in named]
+        cuts = [_cut_of(tensor) for _, tensor in named[: len(rest["names"])]]
+        kept = [read(i, cut) for i, cut in enumerate(cuts)] + list(tensors[len(cuts) : len(rest["names"])])
         _refuse_other(mine, list(zip(rest["names"], kept, strict=True)))
         if rest["others"].keys() != self.others.keys() or len(rest["optimizers"]) != len(self.optimizers):
             raise ConfigError(
@@ -78,20 +99,45 @@ class TrainingState:
             _put_back(optimizer, state)
         for name, other in self.others.items():
             other.load_state_dict(rest["others"][name])
-        set_random_states(rest["random"])
+        if random:
+            set_random_states(rest["random"])
+
+    def refuse_undivided(self) -> None:
+        """UnsupportedError if an optimizer keeps a plain tensor for a sharded parameter.
+
+        Among another number of ranks it could not be told which part of it is whose.
+        """
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                for name, value in state.items():
+                    plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+                    if plain and value.numel() > 1 and isinstance(parameter, DTensor):
+                        raise UnsupportedError(
+                            f"{type(optimizer).__name__} keeps {name!r}, a plain tensor, for a sharded parameter: the "
+                            "number of ranks cannot change with it"
+                        )
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Local parts of parameters and buffers, with their names."""
+        """Parameters and buffers, with their names."""
         for module in [one for model in self.models for one in model.modules() if isinstance(one, FSDPModule)]:
             module.reshard()  # a forward without a backward leaves the root's parameters whole
         for i, model in enumerate(self.models):
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                yield (f"{i}.{name}" if i else name), _local(tensor)
+                yield (f"{i}.{name}" if i else name), tensor
 
     def _meshes(self) -> list[Any]:
         """The meshes of all DTensors, in the order of the parameters, which is the same in every process."""
         parameters = [parameter for model in self.models for parameter in model.parameters()]
         return list({id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}.values())
+
+
+def _cut_of(tensor: torch.Tensor) -> Cut | None:
+    return _cut(tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else None
+
+
+def _cut(placements: Sequence[Any], shape: Sequence[int]) -> Cut | None:
+    (placement,) = placements
+    return Cut(placement.dim % len(shape), shape[placement.dim]) if placement.is_shard() else None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,18 +215,20 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes copies of the tensors that a `_Pickler` put aside."""
+    """Makes copies of the tensors that a `_Pickler` put aside, which `read` finds."""
 
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor], meshes: Sequence[Any]) -> None:
+    def __init__(
+        self, file: io.BytesIO, read: Callable[[int, Cut | None], torch.Tensor], meshes: Sequence[Any]
+    ) -> None:
         super().__init__(file)
-        self._tensors, self._meshes = tensors, meshes
+        self._read, self._meshes = read, meshes
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         number, device, spread = pid
-        local: torch.Tensor = self._tensors[number].clone().to(device)
         if spread is None:
-            return local
+            return self._read(number, None).clone().to(device)
         mesh, placements, shape, stride = spread
+        local = self._read(number, _cut(placements, shape)).clone().to(device)
         made: torch.Tensor = DTensor.from_local(
             local, self._meshes[mesh], placements, run_check=False, shape=torch.Size(shape), stride=stride
         )

@@ -16,6 +16,7 @@ from odc.errors import PeerLostError, WaitTimeoutError
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor
 from odc.recovery.buddy import StateExchange, ward_of
+from odc.recovery.members import Share
 from odc.recovery.slots import Slots
 from odc.settings import Settings
 
@@ -60,7 +61,7 @@ def pair() -> Iterator[list[Rank]]:
 
 
 def kept(*steps: int) -> Slots:
-    slots = Slots.create(1)
+    slots = Slots.create(Share(0, 1))
     for step in steps:
         slots.write(step, [torch.full((1000,), float(step))], f"step {step}".encode())
     return slots
@@ -68,11 +69,11 @@ def kept(*steps: int) -> Slots:
 
 def test_a_state_is_read_once_it_is_shown(pair: list[Rank]) -> None:
     one, other = pair
-    theirs, mine = kept(4, 5), Slots.create(1)
-    other.exchange.show(1, 4, theirs)
-    timer = threading.Timer(0.1, lambda: other.exchange.show(1, 5, theirs))
+    theirs, mine = kept(4, 5), Slots.create(Share(0, 1))
+    other.exchange.show(Share(0, 1), 4, theirs)
+    timer = threading.Timer(0.1, lambda: other.exchange.show(Share(0, 1), 5, theirs))
     timer.start()
-    one.exchange.fetch(1, 1, 5, mine)
+    one.exchange.fetch(1, Share(0, 1), 5, mine)
     timer.join()
     assert mine.steps() == [5]
     tensors, text = mine.read(5)
@@ -81,10 +82,10 @@ def test_a_state_is_read_once_it_is_shown(pair: list[Rank]) -> None:
 
 def test_what_is_hidden_is_not_read(pair: list[Rank]) -> None:
     one, other = pair
-    one.exchange.show(1, 4, kept(4))
-    one.exchange.hide()
+    one.exchange.show(Share(0, 1), 4, kept(4))
+    one.exchange.hide(0)
     with pytest.raises(WaitTimeoutError, match="waiting for rank 0 to show the state of rank 1 after step 4") as late:
-        other.exchange.fetch(0, 1, 4, Slots.create(1))
+        other.exchange.fetch(0, Share(0, 1), 4, Slots.create(Share(0, 1)))
     assert late.value.culprit == 0
 
 
@@ -94,6 +95,6 @@ def test_the_end_of_either_side_ends_the_wait(pair: list[Rank], closed: int) -> 
     timer = threading.Timer(0.1, pair[closed].exchange.close)
     timer.start()
     with pytest.raises(PeerLostError) as lost:
-        pair[0].exchange.fetch(1, 1, 7, Slots.create(1))
+        pair[0].exchange.fetch(1, Share(0, 1), 7, Slots.create(Share(0, 1)))
     timer.join()
     assert lost.value.culprit == 1

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from odc.recovery.generations import Held, NothingKeptError, Presence, newest_common
+from odc.recovery.members import Held, NothingKeptError, Presence, Share, newest_common
 
 RANKS, STEPS, DEATHS = 3, 3, 2
 TORN = -1  # a slot that is being written, or holds nothing
@@ -70,9 +70,10 @@ def moves(state: State, begin_keeping: Keep) -> Iterator[State]:
 
 def recovered(state: State) -> State:
     """All ranks after a death in `state`: what each has whole is held by the others, whoever died."""
-    held = {i: Held([], [step for step in rank.slots if step != TORN]) for i, rank in enumerate(state.ranks)}
-    agreed = newest_common([Presence(1, "", held)], RANKS, 0)
-    assert agreed is not None, state
+    held = {Share(0, i): Held([], [step for step in rank.slots if step != TORN]) for i, rank in enumerate(state.ranks)}
+    found = newest_common([Presence(1, "", held)], {0: RANKS}, 0)
+    assert found is not None, state
+    agreed = found.step
     newest = max(max(rank.slots) for rank in state.ranks)
     assert agreed >= newest - 1, f"more than one step is lost: {state}"
     forgotten = (tuple(step if step <= agreed else TORN for step in rank.slots) for rank in state.ranks)

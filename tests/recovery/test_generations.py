@@ -20,13 +20,14 @@ from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.net import JobStore, announce_failure
 from odc.net.store import failure
 from odc.recovery import generations as module
-from odc.recovery.generations import GenerationOver, Generations, Held, NothingKeptError, Presence, newest_common
+from odc.recovery.generations import GenerationOver, Generations
+from odc.recovery.members import Agreed, Held, NothingKeptError, Presence, Share, newest_common
 
 HERE = "this host"
 
 
 def presence(held: dict[int, list[int]]) -> Presence:
-    return Presence(1, HERE, {rank: Held([3, 4], steps) for rank, steps in held.items()})
+    return Presence(1, HERE, {Share(0, rank): Held([3, 4], steps) for rank, steps in held.items()})
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=5), st.data())
@@ -37,21 +38,21 @@ def test_the_newest_step_of_all_is_agreed(kept: list[tuple[int, bool]], data: st
     holders = [presence({rank: steps[rank] for rank in data.draw(st.sets(st.sampled_from(sorted(steps))))})]
     holders.append(presence(steps))
     expected = base + 1 if all(ahead for _, ahead in kept) else base
-    assert newest_common(holders, len(kept), 0) == expected
+    assert newest_common(holders, {0: len(kept)}, 0) == Agreed(0, expected)
 
 
 def test_at_the_beginning_there_is_nothing_to_go_back_to() -> None:
-    assert newest_common([presence({}), presence({})], 2, None) is None
+    assert newest_common([presence({}), presence({})], {0: 2}, None) is None
     # Rank 1 builds what it had at the beginning.
-    assert newest_common([presence({0: [30]}), presence({1: []})], 2, 30) is None
-    assert newest_common([presence({0: [30]}), presence({1: [30]})], 2, 30) == 30
+    assert newest_common([presence({0: [30]}), presence({1: []})], {0: 2}, 30) is None
+    assert newest_common([presence({0: [30]}), presence({1: [30]})], {0: 2}, 30) == Agreed(0, 30)
 
 
 def test_a_state_that_no_process_holds_any_more_is_named() -> None:
     with pytest.raises(NothingKeptError, match="rank 0 4 and 5, rank 1 none; no process lives that held the others"):
-        newest_common([presence({0: [4, 5]}), presence({})], 2, 0)
+        newest_common([presence({0: [4, 5]}), presence({})], {0: 2}, 0)
     with pytest.raises(NothingKeptError, match="rank 0 4, rank 1 6 and 7"):
-        newest_common([presence({0: [4]}), presence({1: [6, 7]})], 2, 0)
+        newest_common([presence({0: [4]}), presence({1: [6, 7]})], {0: 2}, 0)
 
 
 def test_a_presence_travels_whole() -> None:
@@ -84,14 +85,14 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def enter(one: Generations, held: dict[int, Held] | None = None) -> Any:
+def enter(one: Generations, held: dict[Share, Held] | None = None) -> Any:
     one.enter(lambda: held or {})
     return one.presences
 
 
 def test_ranks_meet_and_show_what_they_hold(store: Any) -> None:
     ranks = [Generations(store, rank, 3, 10.0) for rank in range(3)]
-    shown = {1: Held([7, 8], [4])}
+    shown = {Share(0, 1): Held([7, 8])}
     found = in_threads(*(lambda one=one: enter(one, shown if one.rank == 1 else None) for one in ranks))
     assert found[0] == found[1] == found[2]
     assert found[0][1].held == shown

@@ -12,6 +12,7 @@ import torch
 from odc.errors import HeapMemoryError
 from odc.memory import FreeMemory
 from odc.recovery import slots as module
+from odc.recovery.members import Share
 from odc.recovery.slots import Slots
 
 
@@ -38,7 +39,7 @@ def assert_holds(kept: Slots, step: int) -> None:
 
 
 def test_the_two_newest_states_are_kept() -> None:
-    kept = Slots.create(4)
+    kept = Slots.create(Share(0, 4))
     assert kept.steps() == []
     for step in (0, 1, 2, 7):
         kept.write(step, *state(step))
@@ -49,7 +50,7 @@ def test_the_two_newest_states_are_kept() -> None:
 
 def test_a_step_may_be_kept_twice() -> None:
     """By a process that takes the place of one that had kept the beginning, where another rank had not."""
-    kept = Slots.create(0)
+    kept = Slots.create(Share(0, 0))
     for _ in range(2):
         kept.write(0, *state(0))
     assert_holds(kept, 0)
@@ -58,7 +59,7 @@ def test_a_step_may_be_kept_twice() -> None:
 
 
 def test_a_state_may_grow() -> None:
-    kept = Slots.create(0)
+    kept = Slots.create(Share(0, 0))
     kept.write(0, *state(0))
     kept.write(1, [torch.arange(100_000.0)], b"x" * 10_000)
     assert_holds(kept, 0)
@@ -66,7 +67,7 @@ def test_a_state_may_grow() -> None:
 
 
 def test_a_writer_that_ends_in_the_middle_leaves_the_other_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Slots.create(0)
+    kept = Slots.create(Share(0, 0))
     for step in (0, 1):
         kept.write(step, *state(step))
     fill = module.StateSlot.fill
@@ -83,7 +84,7 @@ def test_a_writer_that_ends_in_the_middle_leaves_the_other_state(monkeypatch: py
 
 
 def test_what_is_newer_is_forgotten_and_its_slot_is_the_next() -> None:
-    kept = Slots.create(0)
+    kept = Slots.create(Share(0, 0))
     for step in (3, 4):
         kept.write(step, *state(step))
     kept.forget_after(3)
@@ -97,14 +98,14 @@ def test_another_process_holds_them_after_their_owner_has_ended() -> None:
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
-        kept = Slots.create(2)
+        kept = Slots.create(Share(0, 2))
         kept.write(6, *state(6))
         os.write(writing, f"{kept.fds[0]} {kept.fds[1]}".encode())
         os.read(os.open("/dev/zero", os.O_RDONLY), 1)
         os.pause() if hasattr(os, "pause") else __import__("signal").pause()
     fds = [int(one) for one in os.read(reading, 64).split()]
     try:
-        held = Slots.held_by(child, fds, 2)
+        held = Slots.held_by(child, fds, Share(0, 2))
     finally:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -115,7 +116,7 @@ def test_another_process_holds_them_after_their_owner_has_ended() -> None:
 
 
 def test_slots_that_are_dropped_are_closed() -> None:
-    kept = Slots.create(0)
+    kept = Slots.create(Share(0, 0))
     fd = kept.fds[0]
     del kept
     gc.collect()
@@ -124,21 +125,21 @@ def test_slots_that_are_dropped_are_closed() -> None:
 
 
 def test_other_files_are_not_taken_for_slots() -> None:
-    kept, me = Slots.create(2), os.getpid()
+    kept, me = Slots.create(Share(0, 2)), os.getpid()
     with pytest.raises(OSError, match="other files than the slots of rank 1"):
-        Slots.held_by(me, kept.fds, 1)
+        Slots.held_by(me, kept.fds, Share(0, 1))
     reading, writing = os.pipe()
     os.close(writing)
     plain = os.memfd_create("plain")
     with pytest.raises(OSError, match="other files"):
-        Slots.held_by(me, [plain], 2)
+        Slots.held_by(me, [plain], Share(0, 2))
     os.close(reading)
     os.close(plain)
 
 
 def test_slots_are_shared_with_their_holder() -> None:
-    kept = Slots.create(0)
-    held = Slots.held_by(os.getpid(), kept.fds, 0)
+    kept = Slots.create(Share(0, 0))
+    held = Slots.held_by(os.getpid(), kept.fds, Share(0, 0))
     kept.write(5, *state(5))
     assert held.steps() == [5]
     kept.close()
@@ -148,7 +149,7 @@ def test_slots_are_shared_with_their_holder() -> None:
 
 
 def test_too_little_memory_keeps_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Slots.create(0)
+    kept = Slots.create(Share(0, 0))
     kept.write(0, *state(0))
     monkeypatch.setattr(module, "free_memory", lambda: FreeMemory(1 << 20, "the cgroup"))
     with pytest.raises(HeapMemoryError, match=r"needs 3\.8 MiB more, but the cgroup leaves 1\.0 MiB"):
@@ -159,7 +160,7 @@ def test_too_little_memory_keeps_what_is_kept(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_step_that_is_kept_again_takes_the_place_of_the_first() -> None:
     """A job that loses a rank before all have kept its first step begins anew, in the processes that have."""
-    kept = Slots.create(0)
+    kept = Slots.create(Share(0, 0))
     kept.write(3, *state(8))
     kept.write(3, *state(9))
     assert kept.steps() == [3]
@@ -168,7 +169,7 @@ def test_a_step_that_is_kept_again_takes_the_place_of_the_first() -> None:
 
 
 def test_a_state_is_received_as_bytes() -> None:
-    one, other = Slots.create(0), Slots.create(0)
+    one, other = Slots.create(Share(0, 0)), Slots.create(Share(0, 0))
     for step in (4, 5):
         one.write(step, *state(step))
         extent, shown = one.shown(step)
@@ -179,7 +180,7 @@ def test_a_state_is_received_as_bytes() -> None:
 
 
 def test_a_state_that_is_received_in_part_does_not_count() -> None:
-    one, other = Slots.create(0), Slots.create(0)
+    one, other = Slots.create(Share(0, 0)), Slots.create(Share(0, 0))
     one.write(4, *state(4))
     extent, _ = one.shown(4)
 
