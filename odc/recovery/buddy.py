@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 
 from odc.deadlines import STATE_LONGEST_POLL_S, STATE_POLL_S, Backoff, Deadline
-from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.errors import PeerLostError, WaitTimeoutError
 from odc.fsdp.minibatch import before_done
 from odc.fsdp.rejoin import host_network
 from odc.net.engines import Engine
@@ -131,8 +131,6 @@ class Buddies:
         rank, shown = self._generations.rank, self._generations.presences
         ward = ward_of({one: presence.host for one, presence in shown.items()}, rank)
         if ward is None:
-            if not self._generations.may_shrink:
-                raise UnsupportedError("keep='buddy' is for ranks on several hosts, and all are on this one; 'host'")
             return
         own = self._held.own_share
         self._ward = Share(own.layout, ward)
@@ -145,16 +143,15 @@ class Buddies:
         if agreed is not None and agreed.layout == own.layout and agreed.step not in self._held.own.steps():
             self._fetch(own, agreed.step, self._held.own)
 
-    def fetch(self, share: Share, step: int) -> Slots | None:
-        """A copy of a share after `step`, from another host; None if no rank has shown it. Waits."""
+    def fetch(self, share: Share, step: int) -> Slots:
+        """A copy of a share after `step`, which a rank of another host has shown. Waits, as `StateExchange.fetch`."""
         return self._fetch(share, step, Slots.create(share))
 
-    def _fetch(self, share: Share, step: int, into: Slots) -> Slots | None:
+    def _fetch(self, share: Share, step: int, into: Slots) -> Slots:
+        assert self._exchange is not None
         shown = self._generations.presences
-        holders = [one for one in shown if share in shown[one].held and step in shown[one].held[share].steps]
-        if self._exchange is None or not holders:
-            return None
-        self._exchange.fetch(holders[0], share, step, into)
+        holder = next(one for one in shown if share in shown[one].held and step in shown[one].held[share].steps)
+        self._exchange.fetch(holder, share, step, into)
         return into
 
     def begin(self, agreed: Agreed | None) -> None:

@@ -281,13 +281,9 @@ class Recovery:
         except OSError as error:  # a holder has ended since it showed what it holds
             self._generations.leave()
             raise GenerationOver from error
-        if found is None and self._buddies is not None:
-            found = self._buddies.fetch(share, step)
         if found is None:
-            raise UnsupportedError(
-                f"rank {self.rank} needs what rank {share.rank} kept on another host: with fewest=..., ranks of "
-                "several hosts need keep='buddy'"
-            )
+            assert self._buddies is not None, "ranks of several hosts that may become fewer have buddies"
+            found = self._buddies.fetch(share, step)
         return found
 
     # losing a rank ---------------------------------------------------------------------------------------------
@@ -322,11 +318,19 @@ class Recovery:
         with self.repeatable():  # it waits where the number of ranks has changed
             self._restore(self._agreed or Agreed(self._held.own_share.layout, self._first))
 
+    def _refuse_hosts(self) -> None:
+        hosts = {presence.host for presence in self._generations.presences.values()}
+        if len(hosts) > 1 and self._generations.may_shrink and self._buddies is None:
+            raise UnsupportedError("with fewest=..., ranks on several hosts need keep='buddy'")
+        if len(hosts) == 1 and not self._generations.may_shrink and self._buddies is not None:
+            raise UnsupportedError("keep='buddy' is for ranks on several hosts, and all are on this one; keep='host'")
+
     def _meet(self) -> Agreed | None:
         """Enter a generation, with a process group; what all go back to, None at the beginning."""
         while True:
             try:
                 agreed = self._generations.enter(self._held.shown)
+                self._refuse_hosts()
                 self._held.take_own()
                 make_group(self._store, self._generations, self._rejoin_s)
                 if self._buddies is not None:

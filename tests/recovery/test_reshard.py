@@ -15,8 +15,8 @@ from torch import nn
 from odc import fully_shard
 from odc.errors import ConfigError, UnsupportedError
 from odc.fsdp._torch_reshard import is_sharded_over, shard_anew
-from odc.fsdp.root_layout import forget_calls
 from odc.fsdp.rejoin import sharded_groups
+from odc.fsdp.root_layout import forget_calls
 from odc.recovery.members import Share, needed_ranks, on_whole_hosts
 from odc.recovery.reshard import FormerLayout
 from odc.recovery.slots import Slots
@@ -31,6 +31,17 @@ def dealt(tensor: torch.Tensor, world: int, dim: int) -> list[torch.Tensor]:
     return chunks + [tensor.narrow(dim, 0, 0)] * (world - len(chunks))
 
 
+def former_of(slots: list[Slots], rank: int, world: int) -> tuple[FormerLayout, list[int]]:
+    """And the ranks whose slots it has asked for."""
+    asked: list[int] = []
+
+    def find(one: int) -> Slots:
+        asked.append(one)
+        return slots[one]
+
+    return FormerLayout(find, 5, len(slots), rank, world), asked
+
+
 @given(st.integers(1, 40), RANKS, RANKS, st.integers(0, 1))
 def test_each_rank_gets_the_rows_that_torch_deals_it(rows: int, before: int, world: int, dim: int) -> None:
     shape = (rows, 3) if dim == 0 else (3, rows)
@@ -39,8 +50,7 @@ def test_each_rank_gets_the_rows_that_torch_deals_it(rows: int, before: int, wor
     for mine, part in zip(slots, dealt(whole, before, dim), strict=True):
         mine.write(5, [torch.zeros(2), part], b"")
     for rank, expected in enumerate(dealt(whole, world, dim)):
-        asked: list[int] = []
-        former = FormerLayout(lambda one: asked.append(one) or slots[one], 5, before, rank, world)  # type: ignore[func-returns-value]
+        former, asked = former_of(slots, rank, world)
         assert torch.equal(former.part(1, Cut(dim, rows)), expected)
         rows_there = [set(part.flatten().tolist()) for part in dealt(whole, before, dim)]
         needed = [one for one in range(before) if rows_there[one] & set(expected.flatten().tolist())]

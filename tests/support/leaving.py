@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from support.recovering import Death, Fate
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,6 +20,7 @@ from odc.experiments.launch import launch
 from odc.recovery.generations import Generations
 from odc.recovery.reshard import FormerLayout
 from odc.recovery.slots import StateSlot
+from support.recovering import Death, Fate
 
 WIDTH = 10  # rows that no number of ranks here divides
 
@@ -43,6 +43,19 @@ class Phase(NamedTuple):
     world: int
     first: int
     last: int
+
+
+class History:
+    """How many ranks did each step: also of those that a process that came later has not done."""
+
+    def __init__(self) -> None:
+        self.worlds: list[int] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"worlds": list(self.worlds)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.worlds = list(state["worlds"])
 
 
 def data(step: int, rank: int, world: int) -> torch.Tensor:
@@ -73,7 +86,7 @@ def do_step(model: Any, optimizer: torch.optim.Optimizer, step: int, fate: Fate 
 
 
 def train(folder: str, steps: int, leaves: Sequence[Leave], options: dict[str, Any]) -> Any:
-    """The program of a rank; returns its steps with the ranks of each, and what `whole` does."""
+    """The program of a rank; returns how many ranks did each step, and what `whole` does."""
     place = int(os.environ["RANK"])
     fate = Fate(place, [Death(one.place, one.step, one.point) for one in leaves], Path(folder))
     for one in leaves:
@@ -84,27 +97,28 @@ def train(folder: str, steps: int, leaves: Sequence[Leave], options: dict[str, A
     fate.watch(StateSlot, "fill", "keep", after=True)
     fate.watch(FormerLayout, "part", "divide")
     fate.watch(Generations, "ready", "ready")
-    with odc.Recovery(**{"rejoin_s": 2.0, **options}) as recovery:
+    with odc.Recovery(**{"rejoin_s": 5.0, **options}) as recovery:
         fate.step = recovery.step
         model, optimizer = build()
-        recovery.protect(model, optimizer)
-        worlds: dict[int, int] = {}
+        history = History()
+        recovery.protect(model, optimizer, history=history)
         for step in recovery.steps(steps):
             fate.step = step
             with recovery.attempt():
-                worlds[step] = recovery.world
                 _let_back(Path(folder), step, leaves, recovery)
                 do_step(model, optimizer, step, fate)
-        return worlds, whole(model, optimizer), recovery.recoveries
+                history.worlds.append(recovery.world)
+        return history.worlds, whole(model, optimizer)
 
 
 def _let_back(folder: Path, step: int, leaves: Sequence[Leave], recovery: odc.Recovery) -> None:
-    """Before the step in which a process is to come back: let it, and wait until it has asked for it."""
-    for one in leaves:
-        if one.back == step + 1 and recovery.world < int(os.environ["WORLD_SIZE"]):
-            (folder / f"back.{one.place}").touch()
-            while not recovery._generations.superseded():
-                time.sleep(0.01)
+    """Before the step in which processes are to come back: let them, and wait until they have asked for it."""
+    due = [one.place for one in leaves if one.back == step + 1]
+    if due and recovery.world < int(os.environ["WORLD_SIZE"]):
+        for place in due:
+            (folder / f"back.{place}").touch()
+        while not recovery._generations.superseded():
+            time.sleep(0.01)
 
 
 def _await(path: Path) -> None:
@@ -157,9 +171,9 @@ def _sharded(tensor: torch.Tensor, like: Any) -> Any:
     return DTensor.from_local(local, like.device_mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
-def phases_of(worlds: dict[int, int]) -> list[Phase]:
+def phases_of(worlds: Sequence[int]) -> list[Phase]:
     found: list[Phase] = []
-    for step, world in sorted(worlds.items()):
+    for step, world in enumerate(worlds):
         if found and found[-1].world == world:
             found[-1] = found[-1]._replace(last=step + 1)
         else:

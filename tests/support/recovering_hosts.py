@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,8 +37,10 @@ class Launch(NamedTuple):
     after: Sequence[str] = ()
 
 
-def launch_here(host: int, launch: Launch, environments: Mapping[int, dict[str, str]], *program: Any) -> list[int]:
-    """As a task: on the host of process `host` start ranks that run `recovering.train(*program)`.
+def launch_here(
+    host: int, launch: Launch, environments: Mapping[int, dict[str, str]], entry: Callable[..., Any], *program: Any
+) -> list[int]:
+    """As a task: on the host of process `host` start ranks that run `entry(*program)`.
 
     Returns how often a rank ended otherwise than well, by the exit codes, once every rank has ended, or may not be
     started again.
@@ -48,7 +50,7 @@ def launch_here(host: int, launch: Launch, environments: Mapping[int, dict[str, 
     while not all((folder / name).exists() for name in launch.after):
         time.sleep(0.01)
     for rank in launch.ranks:
-        running[_start(environments[rank], program)] = rank
+        running[_start(environments[rank], entry, program)] = rank
     while running:
         pid, status = os.wait()
         rank = running.pop(pid, -1)
@@ -56,11 +58,11 @@ def launch_here(host: int, launch: Launch, environments: Mapping[int, dict[str, 
             continue
         ended.append(os.waitstatus_to_exitcode(status))
         if len(ended) <= launch.restarts:
-            running[_start(environments[rank], program)] = rank
+            running[_start(environments[rank], entry, program)] = rank
     return ended
 
 
-def _start(environment: dict[str, str], program: Sequence[Any]) -> int:
+def _start(environment: dict[str, str], entry: Callable[..., Any], program: Sequence[Any]) -> int:
     """Fork a rank; what it returns goes into a file beside the program's folder."""
     parent, pid = os.getpid(), os.fork()
     if pid:
@@ -70,7 +72,7 @@ def _start(environment: dict[str, str], program: Sequence[Any]) -> int:
         die_with(parent)
         os.environ.update(environment)
         torch.set_num_threads(1)
-        torch.save(_trained(program), result_file(program[0], int(os.environ["RANK"])))
+        torch.save(_trained(entry, program), result_file(program[0], int(os.environ["RANK"])))
         code = 0
     except BaseException as error:
         sys.last_value = error
@@ -79,9 +81,9 @@ def _start(environment: dict[str, str], program: Sequence[Any]) -> int:
     raise AssertionError("unreachable")
 
 
-def _trained(program: Sequence[Any]) -> dict[str, Any] | None:
+def _trained(entry: Callable[..., Any], program: Sequence[Any]) -> Any:
     try:
-        return recovering.train(*program)
+        return entry(*program)
     except OdcError as error:
         if "the job has kept its last step, and is over" not in str(error):
             raise
@@ -111,17 +113,35 @@ def run_on(
     `killed` and `work` are those of `train`; `options` go to `odc.Recovery`. `launches`, by host, say otherwise where
     ranks are started. With `keeper` the launchers say that they start ranks again, as torchrun does.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     allowed = 3 * len(deaths) if restarts is None else restarts
     if launches is None:
         launches = [Launch(range(i * per_host, (i + 1) * per_host), allowed) for i in range(len(hosts))]
+    program = tuple(deaths), steps, killed, options, work
+    return run_program_on(hosts, per_host, launches, keeper, recovering.train, folder, *program)
+
+
+def run_program_on(
+    hosts: Hosts,
+    per_host: int,
+    launches: Sequence[Launch],
+    keeper: bool,
+    entry: Callable[..., Any],
+    folder: Path,
+    *program: Any,
+) -> list[Any]:
+    """What `entry(folder, *program)` returned on each rank."""
+    folder.mkdir(parents=True, exist_ok=True)
     world = len({rank for launch in launches for rank in launch.ranks})
     store = hosts.new_store()  # it is there until this function returns
     each = {rank: _environment(hosts, store, rank, per_host, world, keeper) for rank in range(world)}
-    program = str(folder), tuple(deaths), steps, killed, options, work
     processes = RankProcesses(len(hosts), once=True, own=lambda host: {"OMP_NUM_THREADS": "1"})
     try:
-        processes.send(*(task(launch_here, hosts[i].pid, launch, each, *program) for i, launch in enumerate(launches)))
+        processes.send(
+            *(
+                task(launch_here, hosts[i].pid, launch, each, entry, str(folder), *program)
+                for i, launch in enumerate(launches)
+            )
+        )
         if not processes.answers(PATIENCE_S, grace_s=1.0):
             processes.fail("a launcher has failed")
         processes.wait()
