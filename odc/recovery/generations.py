@@ -25,7 +25,7 @@ from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.memory import ProcessHandle
 from odc.net import JobStore, announce_failure
 from odc.net.store import attempt, failure, host_identity
-from odc.recovery.members import Agreed, Held, Members, Presence, Share, newest_common, on_whole_hosts
+from odc.recovery.members import Agreed, Held, MemberList, Presence, Share, newest_common, on_whole_hosts
 
 PREFIX = "odc/recovery/"
 
@@ -48,7 +48,7 @@ class Generations:
         self._fewest = places if fewest is None else fewest
         self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), place, PREFIX, lasts=True)
         self.generation = 0
-        self.members = Members(0, tuple(range(places)))
+        self.members = MemberList(0, tuple(range(places)))
         self.presences: dict[int, Presence] = {}  # by rank
         self._processes: dict[int, ProcessHandle] = {}  # by place
 
@@ -158,7 +158,7 @@ class Generations:
         for process in self._processes.values():
             process.close()
 
-    # meeting -----------------------------------------------------------------------------------------------------
+    # entering -----------------------------------------------------------------------------------------------------
 
     def _refuse_taken(self) -> None:
         """GenerationOver where the newest generation is not this process's to enter; it begins the next one then."""
@@ -209,7 +209,7 @@ class Generations:
     def _expected(self) -> tuple[int, ...]:
         """The places that are waited for: those that took part last."""
         found = self._store.find("members") if self.may_shrink else None
-        return tuple(range(self._places)) if found is None else Members.decode(found).places
+        return tuple(range(self._places)) if found is None else MemberList.decode(found).places
 
     def _can_do_with(self, shown: dict[int, Presence]) -> bool:
         """Whether those that have come may go on alone. Their models are divided anew, from what is kept."""
@@ -220,17 +220,17 @@ class Generations:
         """Propose those that have come; the first proposal of a generation holds."""
         places = on_whole_hosts({place: one.host for place, one in shown.items()})
         found = self._store.find("members")
-        before = Members(0, tuple(range(self._places))) if found is None else Members.decode(found)
+        before = MemberList(0, tuple(range(self._places))) if found is None else MemberList.decode(found)
         if places != before.places and self.generation and self._common(shown) is None:
             places = before.places  # nothing is kept that could be divided anew
         layout = before.layout if places == before.places and found is not None else self.generation
-        self._store.compare_set(f"{self.generation}/members", "", Members(layout, places).encode())
+        self._store.compare_set(f"{self.generation}/members", "", MemberList(layout, places).encode())
 
-    def _decided(self, generation: int) -> Members | None:
+    def _decided(self, generation: int) -> MemberList | None:
         found = self._store.find(f"{generation}/members") if self.may_shrink else None
-        return None if found is None else Members.decode(found)
+        return None if found is None else MemberList.decode(found)
 
-    def _await_host(self, members: Members) -> None:
+    def _await_host(self, members: MemberList) -> None:
         """Before a process joins: wait until as many of its host want to as the members' hosts have, if it is another.
 
         WaitTimeoutError after `timeout_s`.

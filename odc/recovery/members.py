@@ -58,7 +58,7 @@ class Presence:
         return cls(pid, host, {Share(layout, rank): Held(fds, steps) for layout, rank, fds, steps in held})
 
 
-class Members(NamedTuple):
+class MemberList(NamedTuple):
     """The places that take part in a generation, rising, and the layout of what they train."""
 
     layout: int
@@ -68,7 +68,7 @@ class Members(NamedTuple):
         return json.dumps(self)
 
     @classmethod
-    def decode(cls, text: bytes) -> Members:
+    def decode(cls, text: bytes) -> MemberList:
         layout, places = json.loads(text)
         return cls(layout, tuple(places))
 

@@ -13,7 +13,7 @@ import torch
 from odc.errors import ConfigError
 from odc.recovery.members import needed_ranks, rows_of
 from odc.recovery.slots import Slots
-from odc.recovery.state import Cut
+from odc.recovery.state import Division
 
 
 class FormerLayout:
@@ -35,7 +35,7 @@ class FormerLayout:
             self._kept[rank] = self._slots[rank].read(self._step)
         return self._kept[rank]
 
-    def part(self, number: int, cut: Cut) -> torch.Tensor:
+    def part(self, number: int, cut: Division) -> torch.Tensor:
         """This rank's rows of a tensor that all ranks before have kept with the same number; else ConfigError."""
         begin, end = rows_of(cut.rows, self._world, self._rank)
         pieces = []

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from odc.errors import ConfigError, UnsupportedError
 
 
-class Cut(NamedTuple):
+class Division(NamedTuple):
     """How a tensor is divided: along `dim`, in which all ranks together have `rows`."""
 
     dim: int
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
 
 
 #: This rank's part of the tensor with a number, which was divided so among the ranks that kept it.
-Part = Callable[[int, Cut], torch.Tensor]
+Part = Callable[[int, Division], torch.Tensor]
 
 
 class Stateful(Protocol):
@@ -77,13 +77,13 @@ class TrainingState:
         Raises ConfigError where parameters or buffers have other names, shapes or dtypes; nothing is changed then.
         """
 
-        def read(number: int, cut: Cut | None) -> torch.Tensor:
+        def read(number: int, cut: Division | None) -> torch.Tensor:
             return tensors[number] if part is None or cut is None else part(number, cut)
 
         rest = _Unpickler(io.BytesIO(text), read, self._meshes()).load()
         named = list(self._named())
         mine = [(name, _local(tensor)) for name, tensor in named]
-        cuts = [_cut_of(tensor) for _, tensor in named[: len(rest["names"])]]
+        cuts = [_division_of(tensor) for _, tensor in named[: len(rest["names"])]]
         kept = [read(i, cut) for i, cut in enumerate(cuts)] + list(tensors[len(cuts) : len(rest["names"])])
         _refuse_other(mine, list(zip(rest["names"], kept, strict=True)))
         if rest["others"].keys() != self.others.keys() or len(rest["optimizers"]) != len(self.optimizers):
@@ -105,7 +105,7 @@ class TrainingState:
     def refuse_undivided(self) -> None:
         """UnsupportedError if an optimizer keeps a plain tensor for a sharded parameter.
 
-        Among another number of ranks it could not be told which part of it is whose.
+        Among another number of ranks no one could know which part of it is whose.
         """
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
@@ -131,13 +131,13 @@ class TrainingState:
         return list({id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}.values())
 
 
-def _cut_of(tensor: torch.Tensor) -> Cut | None:
-    return _cut(tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else None
+def _division_of(tensor: torch.Tensor) -> Division | None:
+    return _division(tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else None
 
 
-def _cut(placements: Sequence[Any], shape: Sequence[int]) -> Cut | None:
+def _division(placements: Sequence[Any], shape: Sequence[int]) -> Division | None:
     (placement,) = placements
-    return Cut(placement.dim % len(shape), shape[placement.dim]) if placement.is_shard() else None
+    return Division(placement.dim % len(shape), shape[placement.dim]) if placement.is_shard() else None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes copies of the tensors that a `_Pickler` put aside, which `read` finds."""
 
     def __init__(
-        self, file: io.BytesIO, read: Callable[[int, Cut | None], torch.Tensor], meshes: Sequence[Any]
+        self, file: io.BytesIO, read: Callable[[int, Division | None], torch.Tensor], meshes: Sequence[Any]
     ) -> None:
         super().__init__(file)
         self._read, self._meshes = read, meshes
@@ -228,7 +228,7 @@ class _Unpickler(pickle.Unpickler):
         if spread is None:
             return self._read(number, None).clone().to(device)
         mesh, placements, shape, stride = spread
-        local = self._read(number, _cut(placements, shape)).clone().to(device)
+        local = self._read(number, _division(placements, shape)).clone().to(device)
         made: torch.Tensor = DTensor.from_local(
             local, self._meshes[mesh], placements, run_check=False, shape=torch.Size(shape), stride=stride
         )

@@ -25,8 +25,8 @@ def test_calls_are_numbered_by_mesh() -> None:
     modules = [[nn.Linear(1, 1)], [nn.Linear(1, 1)], [nn.Linear(1, 1), nn.Linear(1, 1)], [nn.Linear(1, 1)]]
     settings = Settings(prefetch=2)
     for some, ranks in zip(modules, [RANKS, OTHERS, RANKS[::-1], OTHERS], strict=True):
-        register(some, ranks, 1003, settings)
-    assert [registered(some[0]) for some in modules] == [ShardCall(number, 1003, settings) for number in (0, 0, 1, 1)]
+        register(some, ranks, settings)
+    assert [registered(some[0]) for some in modules] == [ShardCall(number, settings) for number in (0, 0, 1, 1)]
     assert registered(modules[2][0]) is registered(modules[2][1])
     with pytest.raises(KeyError):
         registered(nn.Linear(1, 1))
@@ -37,7 +37,7 @@ def test_a_deleted_module_takes_its_entry_along_and_not_its_number() -> None:
     before = len(sharded_modules())
     for number in range(2):
         module = nn.Linear(1, 1)
-        register([module], RANKS, 1001, None)
+        register([module], RANKS, None)
         assert registered(module).sequence == number
         assert module in sharded_modules()
         del module
@@ -48,5 +48,5 @@ def test_a_deleted_module_takes_its_entry_along_and_not_its_number() -> None:
 def test_nothing_shows_on_the_module() -> None:
     module = nn.Linear(2, 2)
     names, state, before = dir(module), list(module.state_dict()), pickle.dumps(module)
-    register([module], RANKS, 1001, None)
+    register([module], RANKS, None)
     assert (dir(module), list(module.state_dict()), pickle.dumps(module)) == (names, state, before)

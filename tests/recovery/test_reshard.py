@@ -20,7 +20,7 @@ from odc.fsdp.root_layout import forget_calls
 from odc.recovery.members import Share, needed_ranks, on_whole_hosts
 from odc.recovery.reshard import FormerLayout
 from odc.recovery.slots import Slots
-from odc.recovery.state import Cut, TrainingState
+from odc.recovery.state import Division, TrainingState
 
 RANKS = st.integers(1, 7)
 
@@ -51,7 +51,7 @@ def test_each_rank_gets_the_rows_that_torch_deals_it(rows: int, before: int, wor
         mine.write(5, [torch.zeros(2), part], b"")
     for rank, expected in enumerate(dealt(whole, world, dim)):
         former, asked = former_of(slots, rank, world)
-        assert torch.equal(former.part(1, Cut(dim, rows)), expected)
+        assert torch.equal(former.part(1, Division(dim, rows)), expected)
         rows_there = [set(part.flatten().tolist()) for part in dealt(whole, before, dim)]
         needed = [one for one in range(before) if rows_there[one] & set(expected.flatten().tolist())]
         assert asked == (needed or [0]), "it reads what it needs, and that once"
@@ -61,7 +61,7 @@ def test_a_tensor_that_is_no_part_is_refused() -> None:
     slots = Slots.create(Share(0, 0))
     slots.write(1, [torch.zeros(4)], b"")
     with pytest.raises(ConfigError, match=r"tensor 0 of the kept state has shape \[4\] on rank 0 of 2, .* of 10 rows"):
-        FormerLayout(lambda rank: slots, 1, 2, 0, 1).part(0, Cut(0, 10))
+        FormerLayout(lambda rank: slots, 1, 2, 0, 1).part(0, Division(0, 10))
 
 
 @given(st.integers(0, 30), RANKS, RANKS)
