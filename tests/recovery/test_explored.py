@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from odc.recovery.members import Held, NothingKeptError, Presence, Share, newest_common
+from odc.recovery.members import Agreed, Held, NothingKeptError, Presence, Share, newest_common
 
 RANKS, STEPS, DEATHS = 3, 3, 2
 TORN = -1  # a slot that is being written, or holds nothing
@@ -128,3 +128,47 @@ def test_keeping_ahead_of_the_others_is_found(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(globals(), "moves", hasty)
     with pytest.raises((AssertionError, NothingKeptError)):
         explore()
+
+
+# Fewer ranks: what three have kept in layout 0, two divide anew in layout 1. A rank's steps are those of
+# `Recovery._divide_anew`: it writes its share, waits until all have, and lets the former layout go.
+WHOLE = ("before", "torn", "whole")
+GONE = "gone"
+
+
+def dividing(waits: bool) -> set[tuple[str, ...]]:
+    """Every pair of places where both can be."""
+    order = (*WHOLE, GONE)
+    seen, todo = {("before",) * 2}, [("before",) * 2]
+    while todo:
+        pair = todo.pop()
+        for i, at in enumerate(pair):
+            ready = at != "whole" or not waits or all(one in ("whole", GONE) for one in pair)
+            if at != GONE and ready:
+                new = (*pair[:i], order[order.index(at) + 1], *pair[i + 1 :])
+                if new not in seen:
+                    seen.add(new)
+                    todo.append(new)
+    return seen
+
+
+def found_by(pair: tuple[str, ...], survivors: tuple[int, ...]) -> Agreed | None:
+    """What those that live agree on; each holds the shares of all."""
+    new = {Share(1, i): Held([], [4] if at in ("whole", GONE) else []) for i, at in enumerate(pair)}
+    former = {Share(0, i): Held([], [4, 5] if i else [3, 4]) for i in range(3)}  # rank 0 was a step behind
+    shown = [Presence(1, "", new | (former if pair[i] != GONE else {})) for i in survivors]
+    return newest_common(shown, {share.layout: 3 - share.layout for one in shown for share in one.held}, 0)
+
+
+@pytest.mark.parametrize("survivors", [(0,), (1,), (0, 1)])
+def test_a_death_while_the_state_is_divided_anew_loses_nothing(survivors: tuple[int, ...]) -> None:
+    pairs = dividing(waits=True)
+    found = {pair: found_by(pair, survivors) for pair in pairs}
+    assert {*found.values()} == {Agreed(0, 4), Agreed(1, 4)}
+    assert all(found[pair] == Agreed(1, 4) for pair in pairs if GONE in pair)
+
+
+def test_a_former_layout_that_is_let_go_of_early_is_found() -> None:
+    pairs = sorted(dividing(waits=False))
+    with pytest.raises(NothingKeptError):
+        [found_by(pair, (0,)) for pair in pairs]
