@@ -23,16 +23,23 @@ CASES: dict[str, tuple[int, list[Leave], list[int]]] = {
 def assert_equals_its_phases(found: list[Any], worlds: list[int]) -> None:
     """All that took part in the end have what jobs of these numbers of ranks have, one after the other."""
     ended = [one for one in found if one is not None]
-    phases = phases_of(ended[0][0])
+    phases = phases_of(ended[0].worlds)
     assert [phase.world for phase in phases] == worlds
     assert len(ended) == worlds[-1]
     assert phases[-1].last == STEPS
     reference = in_phases(phases)
-    for history, state in ended:
-        assert history == ended[0][0]
+    for one in ended:
+        assert one.worlds == ended[0].worlds
+        assert one.layouts == 1, "what was kept in former layouts is let go of"
         for name, tensors in reference.items():
-            pairs = zip(state[name], tensors, strict=True)
+            pairs = zip(one.state[name], tensors, strict=True)
             assert not [i for i, (mine, theirs) in enumerate(pairs) if not torch.equal(mine, theirs)], name
+
+
+def random_after(place: int, steps: int) -> torch.Tensor:
+    torch.manual_seed(place)
+    torch.rand(steps)
+    return torch.get_rng_state()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +49,13 @@ def assert_equals_its_phases(found: list[Any], worlds: list[int]) -> None:
 def test_training_goes_on_as_a_job_of_so_many_ranks(
     ranks: int, leaves: list[Leave], worlds: list[int], tmp_path: Path
 ) -> None:
-    assert_equals_its_phases(run(tmp_path, ranks, STEPS, leaves, fewest=1), worlds)
+    found = run(tmp_path, ranks, STEPS, leaves, fewest=1)
+    assert_equals_its_phases(found, worlds)
+    left = {leave.place for leave in leaves}
+    for place, one in enumerate(found):
+        if one is not None:  # random numbers are those of the process itself
+            came = next(i for i in range(1, STEPS) if one.worlds[i] > one.worlds[i - 1]) if place in left else 0
+            assert torch.equal(one.random, random_after(place, STEPS - came))
 
 
 def test_a_replacement_that_comes_in_time_changes_nothing(tmp_path: Path) -> None:

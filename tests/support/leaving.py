@@ -37,6 +37,15 @@ class Leave(NamedTuple):
     back: int = -1
 
 
+class Ended(NamedTuple):
+    """What a process has at the end: how many ranks did each step, weights and moments, random numbers, layouts."""
+
+    worlds: list[int]
+    state: dict[str, list[torch.Tensor]]
+    random: torch.Tensor
+    layouts: int
+
+
 class Phase(NamedTuple):
     """Steps that as many ranks have done: `first` to before `last`."""
 
@@ -85,8 +94,8 @@ def do_step(model: Any, optimizer: torch.optim.Optimizer, step: int, fate: Fate 
     optimizer.zero_grad()
 
 
-def train(folder: str, steps: int, leaves: Sequence[Leave], options: dict[str, Any]) -> Any:
-    """The program of a rank; returns how many ranks did each step, and what `whole` does."""
+def train(folder: str, steps: int, leaves: Sequence[Leave], options: dict[str, Any]) -> Ended | None:
+    """The program of a rank; each step it draws one random number. None where it does not come back."""
     place = int(os.environ["RANK"])
     fate = Fate(place, [Death(one.place, one.step, one.point) for one in leaves], Path(folder))
     for one in leaves:
@@ -101,14 +110,17 @@ def train(folder: str, steps: int, leaves: Sequence[Leave], options: dict[str, A
         fate.step = recovery.step
         model, optimizer = build()
         history = History()
+        torch.manual_seed(place)
         recovery.protect(model, optimizer, history=history)
         for step in recovery.steps(steps):
             fate.step = step
             with recovery.attempt():
                 _let_back(Path(folder), step, leaves, recovery)
                 do_step(model, optimizer, step, fate)
+                torch.rand(1)
                 history.worlds.append(recovery.world)
-        return history.worlds, whole(model, optimizer)
+        layouts = {share.layout for share in recovery._held}
+        return Ended(history.worlds, whole(model, optimizer), torch.get_rng_state(), len(layouts))
 
 
 def _let_back(folder: Path, step: int, leaves: Sequence[Leave], recovery: odc.Recovery) -> None:
