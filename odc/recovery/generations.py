@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from odc.deadlines import STORE_LEAST_S, STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
+from odc.deadlines import MEMBERS_LEAST_S, STORE_LEAST_S, STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
 from odc.errors import OdcError, WaitTimeoutError
 from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.memory import ProcessHandle
@@ -39,7 +39,7 @@ class Generations:
 
     Args:
         place: this process's, as the launcher counts, of `places`.
-        timeout_s: how long it waits for each other, a replacement among them.
+        timeout_s: how long it waits for each other, a replacement among them; longer, once it is there.
         fewest: go on without those that have not come then, if so many have; None: never.
     """
 
@@ -51,6 +51,11 @@ class Generations:
         self.members = MemberList(0, tuple(range(places)))
         self.presences: dict[int, Presence] = {}  # by rank
         self._processes: dict[int, ProcessHandle] = {}  # by place
+
+    @property
+    def patience_s(self) -> float:
+        """How long to wait for those that are there; their end is seen."""
+        return max(self._timeout_s, MEMBERS_LEAST_S)
 
     @property
     def may_shrink(self) -> bool:
@@ -74,8 +79,7 @@ class Generations:
         given up meanwhile, WaitTimeoutError, with those that are missing, when no other has come for `timeout_s`,
         NothingKeptError, OdcError if the job is over.
         """
-        if self._store.check(["over"]):
-            raise OdcError(f"rank {self.place} has nothing to go on with: the job has kept its last step, and is over")
+        self._refuse_over()
         self.generation = self._newest()
         self._refuse_taken()
         for process in self._processes.values():
@@ -90,7 +94,7 @@ class Generations:
         """Wait until every rank has come to a point; returns what each has shown there. Raises as `enter` does."""
         self._store.set(f"{self.generation}/{point}/{self.rank}", json.dumps(asdict(own)))
         found: dict[int, Held] = {}
-        wait = self._waiting()
+        wait = _Wait(self, self.patience_s)
         while True:
             for rank in [rank for rank in range(self.world) if rank not in found]:
                 if (text := self._store.find(f"{self.generation}/{point}/{rank}")) is not None:
@@ -98,7 +102,8 @@ class Generations:
             if len(found) == self.world:
                 return found  # whoever has ended since: after the last point of a job processes do
             if wait.over(len(found)):
-                raise self._late([place for rank, place in enumerate(self.members.places) if rank not in found])
+                missing = [place for rank, place in enumerate(self.members.places) if rank not in found]
+                raise self._late(missing, self.patience_s)
 
     def begin_at(self, step: int) -> None:
         """Note the step that the job begins at, the same on every rank."""
@@ -160,6 +165,10 @@ class Generations:
 
     # entering -----------------------------------------------------------------------------------------------------
 
+    def _refuse_over(self) -> None:
+        if self._store.check(["over"]):
+            raise OdcError(f"rank {self.place} has nothing to go on with: the job has kept its last step, and is over")
+
     def _refuse_taken(self) -> None:
         """GenerationOver where the newest generation is not this process's to enter; it begins the next one then."""
         if self._store.check([f"{self.generation}/present/{self.place}"]):
@@ -180,7 +189,7 @@ class Generations:
         """What all that have come show, by place, once it is decided who takes part: sets `members`."""
         expected = self._expected()
         shown: dict[int, Presence] = {}
-        wait = self._waiting()
+        wait = _Wait(self, self._timeout_s)
         while True:
             for place in [place for place in range(self._places) if place not in shown]:
                 if (text := self._store.find(f"{self.generation}/present/{place}")) is not None:
@@ -203,7 +212,7 @@ class Generations:
                 self._decide(shown)
             if wait.over(len(shown)):
                 if not self._can_do_with(shown):
-                    raise self._late([place for place in expected if place not in shown])
+                    raise self._late([place for place in expected if place not in shown], self._timeout_s)
                 self._decide(shown)
 
     def _expected(self) -> tuple[int, ...]:
@@ -242,12 +251,13 @@ class Generations:
         if here in hosts or not hosts:
             return
         self._store.set(f"waiting/{self.place}", self._shown({}).encode())
-        deadline, backoff = Deadline(self._timeout_s), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
+        deadline, backoff = Deadline(self.patience_s), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
         while self._waiting_here() < hosts.count(hosts[0]):
+            self._refuse_over()
             if deadline.passed():
                 raise WaitTimeoutError(
                     f"rank {self.place}, waiting for {hosts.count(hosts[0])} processes of this host to join the others "
-                    f"with: they have not come for {self._timeout_s:g} s",
+                    f"with: they have not come for {self.patience_s:g} s",
                 )
             backoff.sleep()
 
@@ -277,13 +287,10 @@ class Generations:
         prefix = f"{PREFIX}{self.generation}/{DEFAULT_PREFIX}{attempt()}"
         return JobStore(self._store, self._store.timeout_s, self.place, prefix)
 
-    def _waiting(self) -> _Wait:
-        return _Wait(self, self._timeout_s)
-
-    def _late(self, missing: list[int]) -> WaitTimeoutError:
+    def _late(self, missing: list[int], timeout_s: float) -> WaitTimeoutError:
         return WaitTimeoutError(
             f"rank {self.place}, in generation {self.generation}, waiting for ranks {missing} to meet the others: none "
-            f"has come for {self._timeout_s:g} s",
+            f"has come for {timeout_s:g} s",
             culprit=missing[0],
         )
 
