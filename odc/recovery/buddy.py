@@ -118,8 +118,8 @@ class Buddies:
     one host has all of them, there is no ward, and nothing is done.
     """
 
-    def __init__(self, generations: Generations, held: Holdings, timeout_s: float) -> None:
-        self._generations, self._held, self._timeout_s = generations, held, timeout_s
+    def __init__(self, generations: Generations, held: Holdings) -> None:
+        self._generations, self._held = generations, held
         self._exchange: StateExchange | None = None
         self._ward = Share(0, -1)
         self._worker, self._job = Worker("odc-buddy"), _settled()
@@ -134,7 +134,7 @@ class Buddies:
             return
         own = self._held.own_share
         self._ward = Share(own.layout, ward)
-        self._exchange = exchange = StateExchange(host_network(), self._timeout_s)
+        self._exchange = exchange = StateExchange(host_network(), self._generations.patience_s)
         for share, slots in self._held.items():
             for step in slots.steps():
                 exchange.show(share, step, slots)

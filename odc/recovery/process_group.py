@@ -22,11 +22,11 @@ from odc.recovery.generations import PREFIX, GenerationOver, Generations
 from odc.worker import Job, in_background
 
 
-def make_group(store: Any, generations: Generations, timeout_s: float) -> None:
+def make_group(store: Any, generations: Generations) -> None:
     """Make the default process group of the generation that was entered, and wait until all its ranks are connected.
 
     Raises GenerationOver when the generation is given up meanwhile, PeerLostError if a connection fails, which is
-    mostly the same, WaitTimeoutError after `timeout_s`.
+    mostly the same, WaitTimeoutError after their `patience_s`.
     """
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     rank, world, stores = generations.rank, generations.world, cast(Any, dist)
@@ -36,7 +36,7 @@ def make_group(store: Any, generations: Generations, timeout_s: float) -> None:
     announce_rank()
     connected = Job(functools.partial(dist.all_to_all_single, torch.empty(world), torch.empty(world)))
     in_background("odc-connect", connected.run)
-    deadline = Deadline(timeout_s)
+    deadline = Deadline(generations.patience_s)
     while not connected.over(LOSS_POLL_S):
         if generations.culprit() is not None:
             generations.leave()
@@ -44,7 +44,7 @@ def make_group(store: Any, generations: Generations, timeout_s: float) -> None:
         if deadline.passed():
             raise WaitTimeoutError(
                 f"rank {rank}, in generation {generations.generation}, connecting to all ranks for torch's "
-                f"collectives: it has not been done in {timeout_s:g} s"
+                f"collectives: it has not been done in {deadline.timeout_s:g} s"
             )
     try:
         connected.wait()

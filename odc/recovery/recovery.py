@@ -86,9 +86,7 @@ class Recovery:
         self.every = every
         self._generations = Generations(self._store, place, places, rejoin_s, fewest)
         self._held = Holdings(self._generations, rejoin_s)
-        self._buddies = (
-            Buddies(self._generations, self._held, self._generations.patience_s) if keep == "buddy" else None
-        )
+        self._buddies = Buddies(self._generations, self._held) if keep == "buddy" else None
         self._trained: TrainingState | None = None
         self.step = self._first = 0  # steps that are done, also when the program began
         self.recoveries = 0  # that this process has lived through
@@ -333,7 +331,7 @@ class Recovery:
                 agreed = self._generations.enter(self._held.shown)
                 self._refuse_hosts()
                 self._held.take_own()
-                make_group(self._store, self._generations, self._generations.patience_s)
+                make_group(self._store, self._generations)
                 if self._buddies is not None:
                     self._buddies.open(agreed)
                 self._held.hold_others(self._generations.ready("ready", Held(self._held.own.fds)))

@@ -125,3 +125,32 @@ def test_a_process_without_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="RANK and WORLD_SIZE"):
         odc.Recovery()
+
+
+class Averaged(torch.optim.SGD):
+    """Keeps a plain tensor of the size of a shard."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"] = parameter.to_local().clone()
+
+
+def test_a_job_begins_without_a_rank_that_does_not_come(environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = dist
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with odc.Recovery(made.HashStore(), rejoin_s=0.2, fewest=1) as recovery:
+        assert (recovery.rank, recovery.world) == (0, 1) == (dist.get_rank(), dist.get_world_size())
+        model: Any = odc.fully_shard(nn.Linear(4, 4))
+        optimizer = Averaged(model.parameters())
+        recovery.protect(model, optimizer)
+        with pytest.raises(UnsupportedError, match="Averaged keeps 'mean', a plain tensor"), recovery.attempt():
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("fewest", [0, 3])
+def test_fewest_must_be_possible(environment: None, monkeypatch: pytest.MonkeyPatch, fewest: int) -> None:
+    made: Any = dist
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=rf"fewest={fewest} must be from 1 to the 2 ranks of the job"):
+        odc.Recovery(made.HashStore(), fewest=fewest)
