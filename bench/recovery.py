@@ -38,15 +38,15 @@ Note = dict[str, Any]
 Notes = dict[int, list[Note]]  # by rank
 
 
-def notes_of(folder: Path) -> Notes:
+def notes_of(folder: Path, ranks: int = RANKS) -> Notes:
     return {
         rank: [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
-        for rank in range(RANKS)
+        for rank in range(ranks)
     }
 
 
 def forked(folder: Path, steps: int, kills: list[int]) -> None:
-    launch(train, str(folder), steps, "recovery", kills, ranks=RANKS, restarts=len(kills))
+    launch(train, str(folder), steps, "host", kills, ranks=RANKS, restarts=len(kills))
 
 
 def fresh(folder: Path, steps: int, kills: list[int]) -> None:
@@ -55,7 +55,7 @@ def fresh(folder: Path, steps: int, kills: list[int]) -> None:
     site = LaunchSite(range(RANKS), RANKS, "127.0.0.1", store.port)
 
     def start(rank: int) -> subprocess.Popen[bytes]:
-        program = [sys.executable, "-m", "bench.recovery_job", str(folder), str(steps), "recovery", _listed(kills)]
+        program = [sys.executable, "-m", "bench.recovery_job", str(folder), str(steps), "host", _listed(kills)]
         return subprocess.Popen(program, env={**os.environ, **site.environment(rank)})
 
     processes, end = [start(rank) for rank in range(RANKS)], time.monotonic() + LIMIT_S
@@ -88,14 +88,11 @@ def _listed(kills: list[int]) -> str:
 def row_of(way: str, notes: Notes) -> dict[str, Any]:
     """One line of the table."""
     ends = [note for each in notes.values() for note in each if note["what"] == "end"]
-    ordinary = median(_durations(notes))
+    ordinary = median(durations(notes))
     kills = [note for note in notes[1] if note["what"] == "killed"]
     lost, but_imports = [], []
     for kill in kills:
-        over = max(
-            min(note["at"] for note in each if note["what"] == "end" and _after(note, kill)) for each in notes.values()
-        )
-        lost.append(over - kill["at"] - ordinary)
+        lost.append(done_again(notes, kill) - kill["at"] - ordinary)
         begun = [note for note in notes[1] if note["at"] > kill["at"]]
         imports = next(n["at"] for n in begun if n["what"] == "imported") - begun[0]["at"] if _new(begun) else 0.0
         but_imports.append(lost[-1] - imports)
@@ -111,8 +108,13 @@ def row_of(way: str, notes: Notes) -> dict[str, Any]:
     }
 
 
-def _after(note: Note, kill: Note) -> bool:
-    return bool(note["at"] > kill["at"] and note["step"] == kill["step"])
+def done_again(notes: Notes, kill: Note) -> float:
+    """When the step that a kill befell was done on every rank."""
+    wanted = "end", kill["step"]
+    return max(
+        min(note["at"] for note in each if (note["what"], note["step"]) == wanted and note["at"] > kill["at"])
+        for each in notes.values()
+    )
 
 
 def _new(begun: list[Note]) -> bool:
@@ -120,7 +122,7 @@ def _new(begun: list[Note]) -> bool:
     return begun[0]["what"] == "began"
 
 
-def _durations(notes: Notes) -> list[float]:
+def durations(notes: Notes) -> list[float]:
     """Seconds of the steps that nothing interrupted."""
     found = []
     for each in notes.values():
