@@ -48,13 +48,6 @@ def test_a_job_without_deaths_never_goes_back(undisturbed: Any) -> None:
     assert [one["recoveries"] for one in undisturbed] == [0] * RANKS
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.thorough] * bool(seed)) for seed in range(4)])
-def test_a_job_survives_deaths_at_any_moment(seed: int, undisturbed: Any, tmp_path: Path) -> None:
-    found = run(tmp_path, RANKS, restarts=60, until_killed_s=0.5, most=12, seed=seed)
-    assert len(list(tmp_path.iterdir())) > 3
-    assert not unequal(found, undisturbed)
-
-
 def test_an_error_of_its_own_ends_a_process_even_if_torch_raises_it(undisturbed: Any, tmp_path: Path) -> None:
     """Its class is that of gloo's errors, which follow the end of another rank; this one would come again for ever."""
     found = run(tmp_path, RANKS, [Death(1, 4, "forward", "raise as torch")])

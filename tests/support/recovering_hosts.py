@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from odc.errors import OdcError
 from odc.ranks.processes import PATIENCE_S, RanksFailed, task
 from odc.ranks.worker import _end, die_with
 from support import recovering
@@ -72,22 +71,13 @@ def _start(environment: dict[str, str], entry: Callable[..., Any], program: Sequ
         die_with(parent)
         os.environ.update(environment)
         torch.set_num_threads(1)
-        torch.save(_trained(entry, program), result_file(program[0], int(os.environ["RANK"])))
+        torch.save(recovering.unless_over(entry, *program), result_file(program[0], int(os.environ["RANK"])))
         code = 0
     except BaseException as error:
         sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)  # peers learn of it
     _end(code)
     raise AssertionError("unreachable")
-
-
-def _trained(entry: Callable[..., Any], program: Sequence[Any]) -> Any:
-    try:
-        return entry(*program)
-    except OdcError as error:
-        if "the job has kept its last step, and is over" not in str(error):
-            raise
-        return None
 
 
 def result_file(folder: str, rank: int) -> Path:
