@@ -76,7 +76,7 @@ def launch(
 
     So often as `restarts` says, a new process takes the place of a rank that raises or dies, for an `entry` that goes
     on from what the other ranks hold (docs/recovery.md): at once, and after a pause that doubles where the process
-    before has finished no step either.
+    before has kept no step either.
     """
     server = start_server()
     if site is None:
@@ -103,7 +103,7 @@ def launch(
 
 
 class Lives:
-    """Restarts that are left, and of each rank why its processes have ended since the last that finished a step."""
+    """Restarts that are left, and of each rank why its processes have ended since the last that kept a step."""
 
     def __init__(self, restarts: int) -> None:
         self.left = restarts
@@ -111,7 +111,7 @@ class Lives:
         self._pauses: dict[int, Backoff] = {}
 
     def ended(self, rank: int, why: str, progressed: bool) -> float:
-        """One restart less; returns the seconds to wait before it. `progressed`: the process finished a step."""
+        """One restart less; returns the seconds to wait before it. `progressed`: the process kept a step."""
         self.left -= 1
         ends = self._ends[rank] = [why] if progressed else [*self._ends.get(rank, []), why]
         if len(ends) == 1:
@@ -123,9 +123,9 @@ class Lives:
         """For the message of a failure: how often the rank had ended before it, and why; mostly empty."""
         if not (ends := self._ends.get(rank)):
             return ""
-        how_often = "once" if len(ends) == 1 else f"{len(ends)} times"
+        how_often = {1: "once", 2: "twice"}.get(len(ends), f"{len(ends)} times")
         each = "; ".join(_short(why) for why in dict.fromkeys(ends))
-        return f"\n  no restart is left; it had ended {how_often} before without a step finished between: {each}"
+        return f"\n  it had ended {how_often} before, without a step kept between: {each}"
 
 
 def _replace(processes: RankProcesses, lives: Lives) -> None:

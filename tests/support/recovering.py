@@ -35,6 +35,7 @@ HOW: dict[str, Callable[[], object]] = {
     "segfault": lambda: ctypes.string_at(0),
     "exit": lambda: os._exit(3),
     "raise": lambda: (_ for _ in ()).throw(ValueError("the tokenizer ran out of words")),
+    "hang": lambda: time.sleep(3600.0),
     "raise as torch": lambda: (_ for _ in ()).throw(RuntimeError("shapes cannot be multiplied")),
 }
 
@@ -149,7 +150,7 @@ def train(
     fate.watch(Generations, "enter", "met", after=True)
     fate.watch(Generations, "ready", "ready")
     fate.watch(process_group, "announce_rank", "connect", after=True)
-    with odc.Recovery(rejoin_s=60, **(options or {})) as recovery:
+    with odc.Recovery(**{"rejoin_s": 60, **(options or {})}) as recovery:
         fate.step = recovery.step
         settings = Settings(reproducible=True, timeout_s=30, check_protocol=True)
         model: Any = model_of(work.width)
@@ -221,11 +222,16 @@ def run(
     steps: int = STEPS,
     restarts: int | None = None,
     killed: tuple[float, int, int] | None = None,
+    **options: Any,
 ) -> Any:
-    """The job, and what each rank returned; None if it ended after the last step. `killed` is that of `train`."""
+    """The job, and what each rank returned; None if it ended after the last step.
+
+    `killed` is that of `train`; `options` go to `odc.Recovery`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     allowed = len(deaths) if restarts is None else restarts  # no survivor may end
-    return launch(unless_over, train, str(folder), tuple(deaths), steps, killed, ranks=ranks, restarts=allowed)
+    program = train, str(folder), tuple(deaths), steps, killed, options
+    return launch(unless_over, *program, ranks=ranks, restarts=allowed)
 
 
 def unless_over(entry: Callable[..., Any], *arguments: Any) -> Any:
