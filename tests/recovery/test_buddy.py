@@ -102,17 +102,17 @@ def test_the_end_of_either_side_ends_the_wait(pair: list[Rank], closed: int) -> 
     assert lost.value.culprit == 1
 
 
-def test_a_stranger_reads_no_state_and_disturbs_none(pair: list[Rank]) -> None:
+def test_a_peer_without_the_secret_reads_no_state_and_disturbs_none(pair: list[Rank]) -> None:
     """It knows where rank 1 listens, and what it shows, but not the job's secret."""
     made: Any = dist
     store = made.HashStore()
-    stranger = Rank(store, 0, PATIENCE_S)
+    outsider = Rank(store, 0, PATIENCE_S)
     JobStore(store, PATIENCE_S).set(_key(1), json.dumps(pair[1].network.address))
     pair[1].exchange.show(1, 4, kept(4))
     for _ in range(3):
         with pytest.raises(PeerLostError, match="it may not know the job's secret"):
-            stranger.exchange.fetch(1, 1, 4, Slots.create(1))
-    stranger.close()
+            outsider.exchange.fetch(1, 1, 4, Slots.create(1))
+    outsider.close()
     mine = Slots.create(1)
     pair[0].exchange.fetch(1, 1, 4, mine)
     assert mine.steps() == [4]
