@@ -108,11 +108,11 @@ def test_a_peer_without_the_secret_reads_no_state_and_disturbs_none(pair: list[R
     store = made.HashStore()
     outsider = Rank(store, 0, PATIENCE_S)
     JobStore(store, PATIENCE_S).set(_key(1), json.dumps(pair[1].network.address))
-    pair[1].exchange.show(1, 4, kept(4))
+    pair[1].exchange.show(Share(0, 1), 4, kept(4))
     for _ in range(3):
         with pytest.raises(PeerLostError, match="it may not know the job's secret"):
-            outsider.exchange.fetch(1, 1, 4, Slots.create(1))
+            outsider.exchange.fetch(1, Share(0, 1), 4, Slots.create(Share(0, 1)))
     outsider.close()
-    mine = Slots.create(1)
-    pair[0].exchange.fetch(1, 1, 4, mine)
+    mine = Slots.create(Share(0, 1))
+    pair[0].exchange.fetch(1, Share(0, 1), 4, mine)
     assert mine.steps() == [4]

@@ -73,7 +73,7 @@ def die_at_random(site: Site, folder: Path, seed: int, steps: int = STEPS) -> li
     """
     if seed % 2:
         return site.run(folder, drawn(seed, site.ranks, steps), steps=steps)
-    return site.run(folder, killed=(0.4, 10, seed), steps=steps)
+    return site.run(folder, killed=(0.25, 10, seed), steps=steps)
 
 
 @contextlib.contextmanager
