@@ -1,6 +1,6 @@
 """Takes every figure that README and docs/ quote again, at this commit, then writes the pages: `make figures`.
 
-Run as root on a machine with nothing else to do, with a clean tree; it takes about 45 minutes on two cores. A step
+Run as root on a machine with nothing else to do, with a clean tree; it takes about 52 minutes on two cores. A step
 whose results are stored at this commit already is skipped, so a run that was ended goes on where it was. Before each
 step it waits, `SETTLE_S` at most, until the load of the one before has died down. A step that fails does not end the
 run; those that failed are listed at the end, and the exit code is 1. Pages are not code: they may change meanwhile.
@@ -68,6 +68,8 @@ STEPS = (
     ),
     _bench("evaluation", "--seconds 0.15", "evaluation", "gather"),
     _bench("deaths"),
+    _bench("recovery"),
+    _bench("recovery_hosts"),
     _compare("train-mm --demo --repeats 2 --steps 4 --arms fsdp2/none,fsdp2/full,odc/none,odc/full", "train_mm"),
     _bench("split_bytes", "--steps 1"),
     _bench("generation", "--repeats 3 --requests 8"),

@@ -9,7 +9,8 @@ train a small transformer; rank 1 is killed in the forward of some steps. Ways:
 
 `lost_s` is the time from the kill until the killed step is done on every rank, without an ordinary step; `lost_steps`
 are steps that were done twice. `but_imports_s` leaves out what the new process takes to import torch and odc. The last
-rows compare steps that are kept with steps that are not, in turns: the median of the pairs' ratios.
+rows compare steps that are kept with steps that are not, in turns: the median and the quartiles of the pairs' ratios.
+`keep_s` is what keeping itself takes in a step, from the end of the block of `attempt` to its return.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -37,15 +38,15 @@ Note = dict[str, Any]
 Notes = dict[int, list[Note]]  # by rank
 
 
-def notes_of(folder: Path) -> Notes:
+def notes_of(folder: Path, ranks: int = RANKS) -> Notes:
     return {
         rank: [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
-        for rank in range(RANKS)
+        for rank in range(ranks)
     }
 
 
 def forked(folder: Path, steps: int, kills: list[int]) -> None:
-    launch(train, str(folder), steps, "recovery", kills, ranks=RANKS, restarts=len(kills))
+    launch(train, str(folder), steps, "host", kills, ranks=RANKS, restarts=len(kills))
 
 
 def fresh(folder: Path, steps: int, kills: list[int]) -> None:
@@ -54,7 +55,7 @@ def fresh(folder: Path, steps: int, kills: list[int]) -> None:
     site = LaunchSite(range(RANKS), RANKS, "127.0.0.1", store.port)
 
     def start(rank: int) -> subprocess.Popen[bytes]:
-        program = [sys.executable, "-m", "bench.recovery_job", str(folder), str(steps), "recovery", _listed(kills)]
+        program = [sys.executable, "-m", "bench.recovery_job", str(folder), str(steps), "host", _listed(kills)]
         return subprocess.Popen(program, env={**os.environ, **site.environment(rank)})
 
     processes, end = [start(rank) for rank in range(RANKS)], time.monotonic() + LIMIT_S
@@ -87,14 +88,11 @@ def _listed(kills: list[int]) -> str:
 def row_of(way: str, notes: Notes) -> dict[str, Any]:
     """One line of the table."""
     ends = [note for each in notes.values() for note in each if note["what"] == "end"]
-    ordinary = median(_durations(notes))
+    ordinary = median(durations(notes))
     kills = [note for note in notes[1] if note["what"] == "killed"]
     lost, but_imports = [], []
     for kill in kills:
-        over = max(
-            min(note["at"] for note in each if note["what"] == "end" and _after(note, kill)) for each in notes.values()
-        )
-        lost.append(over - kill["at"] - ordinary)
+        lost.append(done_again(notes, kill) - kill["at"] - ordinary)
         begun = [note for note in notes[1] if note["at"] > kill["at"]]
         imports = next(n["at"] for n in begun if n["what"] == "imported") - begun[0]["at"] if _new(begun) else 0.0
         but_imports.append(lost[-1] - imports)
@@ -110,8 +108,13 @@ def row_of(way: str, notes: Notes) -> dict[str, Any]:
     }
 
 
-def _after(note: Note, kill: Note) -> bool:
-    return bool(note["at"] > kill["at"] and note["step"] == kill["step"])
+def done_again(notes: Notes, kill: Note) -> float:
+    """When the step that a kill befell was done on every rank."""
+    wanted = "end", kill["step"]
+    return max(
+        min(note["at"] for note in each if (note["what"], note["step"]) == wanted and note["at"] > kill["at"])
+        for each in notes.values()
+    )
 
 
 def _new(begun: list[Note]) -> bool:
@@ -119,7 +122,7 @@ def _new(begun: list[Note]) -> bool:
     return begun[0]["what"] == "began"
 
 
-def _durations(notes: Notes) -> list[float]:
+def durations(notes: Notes) -> list[float]:
     """Seconds of the steps that nothing interrupted."""
     found = []
     for each in notes.values():
@@ -155,15 +158,16 @@ def draw(path: Path, jobs: dict[str, Notes]) -> None:
 def kept_rows(pairs: int) -> list[dict[str, Any]]:
     """Steps that are kept beside steps that are not, for two models."""
     rows = []
-    for name, width, layers in (("9.5M parameters", 256, 12), ("101M parameters", 1024, 8)):
-        (found, *_) = launch(keep_in_turns, width, layers, pairs, ranks=RANKS, restarts=1)
+    models = ("9.5M parameters", 256, 12, 3 * pairs), ("101M parameters", 1024, 8, pairs)
+    for name, width, layers, count in models:
+        (found, *_) = launch(keep_in_turns, width, layers, count, ranks=RANKS, restarts=1)
         print(f"{name}: {found}", file=sys.stderr, flush=True)
         rows.append({"way": f"kept beside not kept, {name}", **found})
     return rows
 
 
 def keep_in_turns(width: int, layers: int, pairs: int) -> dict[str, float]:
-    """Seconds of a step without keeping, and the ratio of the two."""
+    """Seconds of a step without keeping, those that keeping takes, and the ratio of steps with it to steps without."""
     import odc
 
     torch.set_num_threads(1)
@@ -176,6 +180,7 @@ def keep_in_turns(width: int, layers: int, pairs: int) -> dict[str, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     recovery.protect(model, optimizer)
     times: dict[int, list[float]] = {1: [], 1 << 30: []}
+    keeping = []
     for number in recovery.steps(2 * pairs + 2):
         every = (1, 1 << 30)[(number + number // 2) % 2]  # kept, not, not, kept
         recovery.every = every
@@ -184,14 +189,30 @@ def keep_in_turns(width: int, layers: int, pairs: int) -> dict[str, float]:
             model(torch.randn(8, 128, width)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            trained = time.perf_counter()
         if number >= 2:
-            times[every].append(time.perf_counter() - begin)
+            end = time.perf_counter()
+            times[every].append(end - begin)
+            keeping += [end - trained] * (every == 1)
     kept, not_kept = times.values()
-    return {"step_s": median(not_kept), "kept_over_not": median(a / b for a, b in zip(kept, not_kept, strict=True))}
+    lower, middle, upper = quantiles((a / b for a, b in zip(kept, not_kept, strict=True)), n=4)
+    return {
+        "step_s": median(not_kept),
+        "keep_s": median(keeping),
+        "pairs": pairs,
+        "kept_over_not": middle,
+        "lower_quartile": lower,
+        "upper_quartile": upper,
+    }
 
 
 def main() -> None:
-    script = Script(__doc__, kills=(3, "of each way"), between=(12, "steps between two kills"), pairs=(10, "of steps"))
+    script = Script(
+        __doc__,
+        kills=(3, "of each way"),
+        between=(12, "steps between two kills"),
+        pairs=(10, "of steps of the large model; of the small one three times as many"),
+    )
     given, jobs, rows = script.given, {}, []
     kills = [given.between * (i + 1) - 5 for i in range(given.kills)]
     for way, run in WAYS.items():

@@ -2,26 +2,31 @@
 
     python -m bench.recovery_job FOLDER STEPS WAY KILLS       under a launcher
 
-WAY is "recovery" or "checkpoints", KILLS are steps with commas between them, in whose forward rank 1 dies once each.
-Notes are lines of FOLDER/RANK.jsonl, timed by the clock that all processes of a host share.
+WAY is "checkpoints", or the `keep` of odc.Recovery. KILLS are steps with commas between them, in whose forward rank 1
+dies once each. Notes are lines of FOLDER/RANK.jsonl, timed by the clock that all processes of a machine share.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 BEGAN = time.monotonic()  # before anything that takes time is imported
 
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  (the first fully_shard does it otherwise, within what is timed)
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import odc  # noqa: E402
+from odc import Recovery, fully_shard  # noqa: E402  (odc loads them when they are named; every way pays for both)
 
 IMPORTED = time.monotonic()
 WIDTH, LAYERS, TOKENS, BATCH = 256, 4, 64, 12
@@ -34,9 +39,33 @@ class Notes:
     def __init__(self, folder: Path, rank: int) -> None:
         self._lines = (folder / f"{rank}.jsonl").open("a")
 
-    def add(self, what: str, step: int = -1, at: float | None = None) -> None:
-        self._lines.write(json.dumps({"what": what, "step": step, "at": at or time.monotonic()}) + "\n")
+    def add(self, what: str, step: int = -1, at: float | None = None, **more: Any) -> None:
+        self._lines.write(json.dumps({"what": what, "step": step, "at": at or time.monotonic(), **more}) + "\n")
         self._lines.flush()
+
+    @contextlib.contextmanager
+    def during(self, step: int) -> Iterator[None]:
+        """The begin of a step; at its end what this host has sent; or when another rank's end came to light in it."""
+        self.add("begin", step)
+        try:
+            yield
+        except BaseException:
+            self.add("lost", step)
+            raise
+        self.add("end", step, sent=sent())
+
+
+def sent() -> int:
+    """Bytes that all devices of this host but the loopback have sent, as they count them, with all headers."""
+    lines = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+    return sum(int(numbers.split()[8]) for name, numbers in lines if name.strip() != "lo")
+
+
+def model_of() -> nn.TransformerEncoder:
+    """The same in every process."""
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
+    return nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
 
 
 class Job:
@@ -44,16 +73,13 @@ class Job:
 
     def __init__(self, folder: Path, kills: list[int], notes: Notes, rank: int) -> None:
         self._folder, self._kills, self._notes, self._rank = folder, kills, notes, rank
-        torch.manual_seed(0)
-        block = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
-        self.model = nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
+        self.model = model_of()
         for layer in self.model.layers:
-            odc.fully_shard(layer)
-        odc.fully_shard(self.model)
+            fully_shard(layer)
+        fully_shard(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def step(self, number: int) -> None:
-        self._notes.add("begin", number)
         loss = self.model(torch.randn(BATCH, TOKENS, WIDTH)).square().mean()
         killed = self._folder / f"killed.{number}"
         if self._rank == 1 and number in self._kills and not killed.exists():
@@ -87,29 +113,28 @@ class Job:
         return max(common)
 
 
-def train(folder: str, steps: int, way: str, kills: list[int]) -> None:
+def train(folder: str, steps: int, way: Any, kills: list[int]) -> None:
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     notes = Notes(Path(folder), rank)
     notes.add("began", at=BEGAN)
     notes.add("imported", at=IMPORTED)
-    if way == "recovery":
-        recovery = odc.Recovery(rejoin_s=120)
+    if way != "checkpoints":
+        recovery = Recovery(rejoin_s=120, keep=way)
         job = Job(Path(folder), kills, notes, rank)
         recovery.protect(job.model, job.optimizer)
         notes.add("ready", recovery.step)
         for number in recovery.steps(steps):
-            with recovery.attempt():
+            with recovery.attempt(), notes.during(number):
                 job.step(number)
-                notes.add("end", number)
         return
     dist.init_process_group("gloo")
     job = Job(Path(folder), kills, notes, rank)
     first = job.load()
     notes.add("ready", first)
     for number in range(first, steps):
-        job.step(number)
-        notes.add("end", number)
+        with notes.during(number):
+            job.step(number)
         if (number + 1) % EVERY == 0:
             job.save(number + 1)
     dist.barrier()

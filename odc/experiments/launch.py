@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from odc.deadlines import RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S, Backoff, Deadline
 from odc.errors import OdcError
 from odc.ranks.processes import ForkServer, RankOutcome, RankProcesses, fork_server, host_store, task
 
@@ -74,37 +75,73 @@ def launch(
     return or raise none lives. Raises `JobFailedError` when a rank raises or dies.
 
     So often as `restarts` says, a new process takes the place of a rank that raises or dies, for an `entry` that goes
-    on from what the other ranks hold (docs/recovery.md).
+    on from what the other ranks hold (docs/recovery.md): at once, and after a pause that doubles where the process
+    before has kept no step either.
     """
     server = start_server()
     if site is None:
         store = host_store()  # it is there until this function returns
         site = LaunchSite(range(ranks), ranks, "127.0.0.1", store.port, restarts=restarts)
     processes = RankProcesses(server, site.ranks, environment=site.environment, once=True, quiet=True)
+    lives = Lives(restarts)
     try:
         processes.send(task(entry, *args))
-        for left in range(restarts, 0, -1):
-            if processes.answers(_FOREVER_S, 0.0):
-                break
-            _replace(processes, left)
+        while lives.left and not processes.answers(_FOREVER_S, 0.0):
+            _replace(processes, lives)
         if processes.answers(_FOREVER_S, _GRACE_S):
             processes.ended(_FOREVER_S)
         failures = _failures(processes.outcomes)
         if failures:
             tracebacks = {outcome.rank: outcome.trace for outcome in processes.outcomes if outcome.trace}
-            raise JobFailedError(failures, tracebacks)
+            stuck = {outcome.rank for outcome in processes.outcomes if not outcome.progressed}
+            raise JobFailedError(
+                [(rank, why + lives.before(rank) * (rank in stuck)) for rank, why in failures], tracebacks
+            )
         return [outcome.value for outcome in processes.outcomes]
     finally:
         processes.close()
 
 
-def _replace(processes: RankProcesses, left: int) -> None:
-    """Starts a process for the first rank that has failed, once its own has ended; `left` restarts may be made."""
+class Lives:
+    """Restarts that are left, and of each rank why its processes have ended since the last that kept a step."""
+
+    def __init__(self, restarts: int) -> None:
+        self.left = restarts
+        self._ends: dict[int, list[str]] = {}
+        self._pauses: dict[int, Backoff] = {}
+
+    def ended(self, rank: int, why: str, progressed: bool) -> float:
+        """One restart less; returns the seconds to wait before it. `progressed`: the process kept a step."""
+        self.left -= 1
+        ends = self._ends[rank] = [why] if progressed else [*self._ends.get(rank, []), why]
+        if len(ends) == 1:
+            self._pauses[rank] = Backoff(RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S, growth=2.0)
+            return 0.0
+        return self._pauses[rank].advance()
+
+    def before(self, rank: int) -> str:
+        """For the message of a failure: how often the rank had ended before it, and why; mostly empty."""
+        if not (ends := self._ends.get(rank)):
+            return ""
+        how_often = {1: "once", 2: "twice"}.get(len(ends), f"{len(ends)} times")
+        each = "; ".join(_short(why) for why in dict.fromkeys(ends))
+        return f"\n  it had ended {how_often} before, without a step kept between: {each}"
+
+
+def _replace(processes: RankProcesses, lives: Lives) -> None:
+    """Starts a process for the first rank that has failed, once its own has ended and its pause is over."""
     failed = next(outcome for outcome in processes.outcomes if outcome.failed)
     while failed.exit_code is None:
         processes.receive(0.5)
     ((rank, why),) = _failures([failed])
-    _log.warning("rank %d has ended: %s; a new process takes its place (%d restarts left)", rank, why, left - 1)
+    pause_s = lives.ended(rank, why, failed.progressed)
+    when = f" in {pause_s:g} s" if pause_s else ""
+    _log.warning(
+        "rank %d has ended: %s; a new process takes its place%s (%d restarts left)", rank, why, when, lives.left
+    )
+    deadline = Deadline(pause_s)
+    while not deadline.passed():
+        processes.receive(max(0.0, deadline.remaining()))
     processes.replace(rank)
 
 

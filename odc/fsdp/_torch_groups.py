@@ -49,6 +49,8 @@ def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
     for mesh in _meshes(groups):
         mesh._pg_registry.clear()
     if dist.is_initialized():
+        # gloo's destructor waits for ever for a connection on which a rank that lives has sent what no one receives.
+        cast(Any, dist.group.WORLD).abort()
         dist.destroy_process_group()
 
 

@@ -41,14 +41,15 @@ def aborted_by_another() -> bool:
     return bool(found - {-1, dist.get_rank()})
 
 
-def announce_rank() -> None:
+def announce_rank(timeout_s: float) -> None:
     """Let the others notice from now on that this process ends: those of its host, and its neighbours on other hosts.
 
     In each new default process group. Without it the end of a rank before its first `fully_shard` would be noticed by
-    no rank. Waits for no rank.
+    no rank. Waits for no rank, but up to `timeout_s` for the store: torch asks for the name of each new connection's
+    other end, which takes a resolver that does not answer 5 s and more.
     """
     rank, store = dist.get_rank(), compat.default_store()
-    announce_process(JobStore(store, STORE_LEAST_S, rank), rank)
+    announce_process(JobStore(store, max(timeout_s, STORE_LEAST_S), rank), rank)
     daemon(rank).watch_hosts(store, None)
 
 

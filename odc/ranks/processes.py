@@ -68,6 +68,7 @@ class RankOutcome:
     reports: list[Any] = field(default_factory=list)  # what the rank passed to `odc.ranks.worker.report`
     output: str = ""  # standard output and error, where they were kept
     answered: bool = False  # the function has returned or raised
+    progressed: bool = False  # `odc.ranks.worker.report_progress` was called
 
     @property
     def failed(self) -> bool:
@@ -78,6 +79,9 @@ class RankOutcome:
         """Take in what the rank sent."""
         if kind == "report":
             self.reports.append(value)
+            return
+        if kind == "progress":
+            self.progressed = value
             return
         self.answered = True
         if kind == "returned":

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _reporter: Connection | None = None
+_progressed = False  # whether the process that started this rank knows that it has done something
 
 
 class Birth(NamedTuple):
@@ -70,6 +71,18 @@ def report(value: Any) -> None:
     """Send a value that pickles to the process that started this rank, while a task runs."""
     assert _reporter is not None, "report() belongs in a rank process"
     _reporter.send_bytes(pickle.dumps(("report", value)))
+
+
+def report_progress() -> None:
+    """Let the process that started this rank know that it has done work that need not be done again.
+
+    Sent once. No-op in a process that nothing started from a `ForkServer`, or whose parent has gone.
+    """
+    global _progressed
+    if _reporter is not None and not _progressed:
+        _progressed = True
+        with contextlib.suppress(OSError):
+            _reporter.send_bytes(pickle.dumps(("progress", True)))
 
 
 def die_with(parent: int) -> None:

@@ -29,6 +29,7 @@ from torch import nn
 from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
 from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
 from odc.fsdp.rejoin import aborted_by_another, enter_generation, leave_generation, refuse_groups
+from odc.ranks.worker import report_progress
 from odc.recovery.buddy import Buddies
 from odc.recovery.generations import GenerationOver, Generations
 from odc.recovery.holdings import Holdings
@@ -179,6 +180,7 @@ class Recovery:
         self.step += 1
         if self.step % self.every == 0:
             self._keep()
+            report_progress()
         if self._generations.may_shrink and self._generations.superseded():
             raise GenerationOver  # by a process that wants to join, of which no wait in odc would learn
 

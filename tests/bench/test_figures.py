@@ -28,7 +28,8 @@ def test_every_stored_result_is_quoted_and_has_a_step(monkeypatch: pytest.Monkey
     for name in readme.templates():
         quotes.figures_of(name)
     taken = [name for step in figures.STEPS for name in step.stores]
-    assert set(STORED) == read == set(taken)
+    assert set(STORED) == read
+    assert read <= set(taken), "a step may be new, and its result taken when all are taken next"
     assert len(taken) == len(set(taken))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.errors import PeerLostError, WaitTimeoutError
-from odc.net.network import HostNetwork
+from odc.net import JobStore
+from odc.net.network import HostNetwork, _key
 from odc.net.reactor import Reactor
 from odc.recovery.buddy import StateExchange, ward_of
 from odc.recovery.members import Share
@@ -41,9 +43,9 @@ def test_there_is_no_ward_on_one_host() -> None:
 
 class Rank:
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
-        self._reactor = Reactor(f"rank {rank}", lambda error: None, lambda: self._network.close())
-        self._network = HostNetwork(self._reactor, store, rank, Settings(address="127.0.0.1"))
-        self.exchange = StateExchange(self._network, timeout_s)
+        self._reactor = Reactor(f"rank {rank}", lambda error: None, lambda: self.network.close())
+        self.network = HostNetwork(self._reactor, store, rank, Settings(address="127.0.0.1"))
+        self.exchange = StateExchange(self.network, timeout_s)
 
     def close(self) -> None:
         self.exchange.close()
@@ -98,3 +100,19 @@ def test_the_end_of_either_side_ends_the_wait(pair: list[Rank], closed: int) -> 
         pair[0].exchange.fetch(1, Share(0, 1), 7, Slots.create(Share(0, 1)))
     timer.join()
     assert lost.value.culprit == 1
+
+
+def test_a_peer_without_the_secret_reads_no_state_and_disturbs_none(pair: list[Rank]) -> None:
+    """It knows where rank 1 listens, and what it shows, but not the job's secret."""
+    made: Any = dist
+    store = made.HashStore()
+    outsider = Rank(store, 0, PATIENCE_S)
+    JobStore(store, PATIENCE_S).set(_key(1), json.dumps(pair[1].network.address))
+    pair[1].exchange.show(Share(0, 1), 4, kept(4))
+    for _ in range(3):
+        with pytest.raises(PeerLostError, match="it may not know the job's secret"):
+            outsider.exchange.fetch(1, Share(0, 1), 4, Slots.create(Share(0, 1)))
+    outsider.close()
+    mine = Slots.create(Share(0, 1))
+    pair[0].exchange.fetch(1, Share(0, 1), 4, mine)
+    assert mine.steps() == [4]

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from odc.errors import OdcError
 from odc.ranks.processes import PATIENCE_S, RanksFailed, task
 from odc.ranks.worker import _end, die_with
 from support import recovering
@@ -72,22 +71,13 @@ def _start(environment: dict[str, str], entry: Callable[..., Any], program: Sequ
         die_with(parent)
         os.environ.update(environment)
         torch.set_num_threads(1)
-        torch.save(_trained(entry, program), result_file(program[0], int(os.environ["RANK"])))
+        torch.save(recovering.unless_over(entry, *program), result_file(program[0], int(os.environ["RANK"])))
         code = 0
     except BaseException as error:
         sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)  # peers learn of it
     _end(code)
     raise AssertionError("unreachable")
-
-
-def _trained(entry: Callable[..., Any], program: Sequence[Any]) -> Any:
-    try:
-        return entry(*program)
-    except OdcError as error:
-        if "the job has kept its last step, and is over" not in str(error):
-            raise
-        return None
 
 
 def result_file(folder: str, rank: int) -> Path:
@@ -170,15 +160,15 @@ def _environment(hosts: Hosts, store: Any, rank: int, per_host: int, world: int,
     }
 
 
-def kill_ranks(host: Host) -> int:
-    """Kill all ranks on a host, whose launcher lives; returns how many there were."""
+def kill_ranks(host: Host) -> float:
+    """Kill all ranks on a host, whose launcher lives; returns `time.monotonic()` from just before."""
     there = host.processes()
     launchers = {pid for pid in there if _parent(pid) not in there}
-    ranks = [pid for pid in there if _parent(pid) in launchers]
+    ranks, now = [pid for pid in there if _parent(pid) in launchers], time.monotonic()
     for pid in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return len(ranks)
+    return now
 
 
 def _parent(pid: int) -> int:
