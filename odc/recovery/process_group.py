@@ -33,7 +33,7 @@ def make_group(store: Any, generations: Generations) -> None:
     # A thread that is left behind may wait for a rank's address, and hold the connection until then.
     prefixed = stores.PrefixStore(f"{PREFIX}{generations.generation}", clone_of(store) or store)
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world)
-    announce_rank(timeout_s)
+    announce_rank(generations.patience_s)
     connected = Job(functools.partial(dist.all_to_all_single, torch.empty(world), torch.empty(world)))
     in_background("odc-connect", connected.run)
     deadline = Deadline(generations.patience_s)
