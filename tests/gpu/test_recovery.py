@@ -18,6 +18,7 @@ from support.recovering import Death, Work, run, unequal
 from odc.experiments.launch import launch
 from odc.fsdp import _torch_groups
 from odc.recovery.generations import Generations
+from odc.recovery.members import Share
 from odc.recovery.process_group import GenerationGroup
 from odc.recovery.slots import Slots
 
@@ -74,7 +75,7 @@ def keeps_what_streams_have_been_asked_for(rank: int, world: int) -> list[bool]:
     """
     device = own_device(rank)
     beside, none = torch.cuda.Stream(device), cast(Generations, None)
-    slots, right = Slots.create(rank), []
+    slots, right = Slots.create(Share(0, rank)), []
     for step, n in enumerate((1 << 16, 1 << 20, 1 << 20, 1 << 20)):
         state = [torch.zeros(n, device=device), torch.zeros(n // 64, 64, device=device).t(), torch.zeros(3)]
         beside.wait_stream(torch.cuda.current_stream(device))

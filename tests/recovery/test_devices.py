@@ -20,6 +20,7 @@ from odc.memory._torch_symmetric import NumberedStore
 from odc.recovery import process_group
 from odc.recovery.devices import is_of_device, refuse_devices
 from odc.recovery.generations import GenerationOver
+from odc.recovery.members import Share
 from odc.recovery.process_group import GenerationGroup
 from odc.recovery.recovery import Recovery
 from odc.recovery.slots import Slots
@@ -202,7 +203,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def pinned_slots(nbytes: int) -> Slots:
-    slots = Slots.create(0)
+    slots = Slots.create(Share(0, 0))
     for slot in slots._slots:
         slot.grow(nbytes)
         slot._pin()
@@ -232,7 +233,7 @@ def test_memory_that_cuda_does_not_pin_is_named(driver: Driver) -> None:
 
 
 def test_a_state_on_the_cpu_pins_nothing(driver: Driver) -> None:
-    slots = Slots.create(0)
+    slots = Slots.create(Share(0, 0))
     slots.write(0, [torch.ones(100)], b"text")
     assert not driver.pinned
     assert os.fstat(slots.fds[0]).st_size > 0
