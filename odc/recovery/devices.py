@@ -10,9 +10,14 @@ from torch import nn
 from odc.errors import UnsupportedError
 
 
-def refuse_devices(model: nn.Module, device: torch.device | None) -> None:
-    """UnsupportedError if a model is neither on the CPU nor on `device`, the GPU that the process group is for."""
+def refuse_devices(model: nn.Module, device: torch.device | None, *, fewer: bool = False) -> None:
+    """UnsupportedError if a model is neither on the CPU nor on `device`, the GPU that the process group is for.
+
+    Where ranks may become `fewer`, it has to be on the CPU.
+    """
     for name, parameter in model.named_parameters():
+        if fewer and parameter.device.type != "cpu":
+            raise UnsupportedError(f"fewest=... is for models on the CPU so far, and {name} is on {parameter.device}")
         if parameter.device.type != "cpu" and parameter.device != device:
             raise UnsupportedError(
                 f"{name} is on {parameter.device}, and odc.Recovery() was called when "

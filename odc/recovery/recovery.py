@@ -143,7 +143,7 @@ class Recovery:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for one in models:
             refuse_groups(one)
-            refuse_devices(one, self._device)
+            refuse_devices(one, self._device, fewer=self._generations.may_shrink)
         self._trained = TrainingState(models, optimizers, others)
         self._first = self.step = first
         if self._agreed is None:

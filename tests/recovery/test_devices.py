@@ -71,6 +71,9 @@ def test_a_model_is_where_the_process_group_reaches_it() -> None:
     refuse_devices(nn.Linear(2, 2, device="meta"), torch.device("meta"))
     with pytest.raises(UnsupportedError, match=r"weight is on meta.*when no GPU was in use: call torch\.cuda\.set_dev"):
         refuse_devices(nn.Linear(2, 2, device="meta"), None)
+    refuse_devices(nn.Linear(2, 2), None, fewer=True)
+    with pytest.raises(UnsupportedError, match="fewest=.* is for models on the CPU so far, and weight is on meta"):
+        refuse_devices(nn.Linear(2, 2, device="meta"), torch.device("meta"), fewer=True)
     with pytest.raises(UnsupportedError, match="when cuda:1 was current"):
         refuse_devices(nn.Linear(2, 2, device="meta"), torch.device("cuda", 1))
 
