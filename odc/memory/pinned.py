@@ -5,6 +5,7 @@ torch pins what it allocates itself. The memory of a slot is shared with other p
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -28,16 +29,17 @@ class PinnedMapping:
                 f"{code}): {_cuda().cudaGetErrorString(code)}"
             )
         self.mapping = mapping
-        self._undo = weakref.finalize(self, _unpin, mapping)
+        self._undo = weakref.finalize(self, _unpin, mapping, os.getpid())
         self._undo.atexit = False  # CUDA may have been shut down by then, and the pages go with the process
 
     def close(self) -> None:
-        """Unpin. No copy may be under way. Idempotent."""
+        """Unpin. No copy may be under way. Idempotent; in a forked child it does nothing, which cannot use CUDA."""
         self._undo()
 
 
-def _unpin(mapping: Mapping) -> None:
-    _cuda().cudaHostUnregister(mapping.address)  # fails after an error that ends the use of the device, and then may
+def _unpin(mapping: Mapping, pid: int) -> None:
+    if os.getpid() == pid:
+        _cuda().cudaHostUnregister(mapping.address)  # may fail, after an error that ends the use of the device
 
 
 def _cuda() -> Any:

@@ -229,6 +229,17 @@ def test_slots_are_pinned_as_a_whole_and_unpinned_before_they_are_unmapped(drive
     assert not driver.pinned
 
 
+def test_a_forked_child_unpins_nothing(driver: Driver) -> None:
+    """A worker of a data loader lets go of its parent's slots, and CUDA refuses every call there."""
+    slots = pinned_slots(1 << 20)
+    child = os.fork()
+    if not child:
+        os._exit(0 if len(driver.pinned) == 2 and slots.fds == [-1, -1] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    slots.close()
+    assert not driver.pinned
+
+
 def test_memory_that_cuda_does_not_pin_is_named(driver: Driver) -> None:
     driver.error = 2
     with pytest.raises(HeapMemoryError, match=r"does not pin 1\.0 MiB of host memory.*error 2.*out of memory"):
