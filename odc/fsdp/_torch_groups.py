@@ -6,27 +6,77 @@ FSDP keeps process groups beside the names of a mesh, and a mesh has a registry 
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.errors import UnsupportedError
-from odc.fsdp._torch_compat import FSDPParamGroup, lacking
+from odc.fsdp._torch_compat import FSDPParamGroup, default_store, lacking
 from odc.fsdp._torch_reshard import is_sharded_over, shard_anew
 
 #: What the keys of the default process group begin with, in the store that it was made with.
 DEFAULT_PREFIX = "0//"
 _GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
 
-for _owner, _name in ((DeviceMesh, "_get_root_mesh"), (distributed_c10d, "_resolve_process_group")):
+for _owner, _name in (
+    (DeviceMesh, "_get_root_mesh"),
+    (distributed_c10d, "_resolve_process_group"),
+    (distributed_c10d, "_abort_process_group"),
+):
     if not hasattr(_owner, _name):
         raise lacking(_name)
 for _name in ("_pg_registry", "_dim_group_names"):
     if _name not in inspect.getsource(DeviceMesh):
         raise lacking(f"DeviceMesh.{_name}")
+
+
+_noted: weakref.ref[Any] | None = None
+
+
+def note_generation() -> None:
+    """The default process group is that of a generation: others come after it, in this process."""
+    global _noted
+    _noted = weakref.ref(default_store())
+
+
+def of_generation() -> bool:
+    """Whether `note_generation` was called in the present default process group."""
+    return _noted is not None and _noted() is default_store()
+
+
+def nccl_parts() -> list[Any]:
+    """What NCCL does of the process groups of this process, in the order in which torch ends them."""
+    if not dist.is_nccl_available():
+        return []
+    names = cast(Any, distributed_c10d)._world.pg_names
+    backends = [_on_cuda(group) for group in sorted(names, key=lambda group: str(names[group]), reverse=True)]
+    return [one for one in backends if isinstance(one, cast(Any, dist).ProcessGroupNCCL)]
+
+
+def _on_cuda(group: Any) -> Any:
+    try:
+        return group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # none for this device
+        return None
+
+
+def abort_nccl() -> None:
+    """End the collectives that NCCL runs or has been asked for, with any values; every later one raises.
+
+    From any thread: it ends the wait of another one for a device on which a collective waits for a rank. Waits until
+    that is done, for no other rank.
+    """
+    parts = nccl_parts()
+    if parts:
+        parts[0]._group_start()  # or the ends of two communicators would wait for each other
+        for part in parts:
+            part.abort()
+        parts[0]._group_end()
 
 
 def refuse_other_groups(groups: Iterable[FSDPParamGroup]) -> None:
@@ -40,7 +90,10 @@ def refuse_other_groups(groups: Iterable[FSDPParamGroup]) -> None:
 
 
 def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
-    """Destroy the default process group, and all that the units hold of it."""
+    """Abort and drop all process groups, and what the units hold of them. Waits for no rank.
+
+    NCCL's communicators are aborted only: to destroy them torch waits for what they run, and NCCL for all ranks.
+    """
     groups = list(groups)
     for info in _infos(groups):
         for name in _GROUPS:
@@ -49,6 +102,9 @@ def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
     for mesh in _meshes(groups):
         mesh._pg_registry.clear()
     if dist.is_initialized():
+        if nccl_parts():
+            cast(Any, distributed_c10d)._abort_process_group()
+            return
         # gloo's destructor waits for ever for a connection on which a rank that lives has sent what no one receives.
         cast(Any, dist.group.WORLD).abort()
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from torch import nn
 
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
+from odc.fsdp import _torch_groups
 from odc.fsdp.group import OdcParamGroup
 from odc.memory import ShmHeap, SymmetricHeap
 from odc.protocol import RankGrid, UnitSpec, accumulator_dtype
@@ -148,9 +149,10 @@ def open_heap(
     from odc.memory.cuda import CudaHeap, CudaLanes, StoreGroup
 
     lanes = CudaLanes(device, compat.lane_streams(state))
-    if grid.remote:
+    if grid.remote or _torch_groups.of_generation():
         name, place = f"odc/{identity}/devices/{grid.here}", grid.index(grid.me)
-        here = StoreGroup(compat.default_store(), name, place, len(grid.local))
+        ranks, check = len(grid.local), rendezvous.check_mapping
+        here = StoreGroup(compat.default_store(), name, place, ranks, check, settings.timeout_s)
         return CudaHeap(host, device, lanes, here, rendezvous.meet, grid.local)
     process_group = compat.process_group_of(groups[0])
     if process_group is None:

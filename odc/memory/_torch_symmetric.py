@@ -10,12 +10,15 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
-from odc.errors import UnsupportedError
+from odc.deadlines import STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
+from odc.errors import UnsupportedError, WaitTimeoutError
 
 SHARE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's switch: several ranks may be on one device
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -84,20 +87,67 @@ class MappingGroup(Protocol):
     def size(self) -> int: ...
 
 
-class StoreGroup:
-    """Ranks that torch finds in a part of a store, where no process group has exactly these. Does not wait.
+class NumberedStore(Store):
+    """A store in which a group's exchanges are numbered from 0, in the order in which this process makes them.
 
-    `prefix` names the part, the same on all of its `ranks` ranks, of which this is number `me`.
+    torch numbers the exchanges of a process, whatever their group is, and ranks meet at these numbers: a process that
+    has come later, or has another model, would wait for keys that no rank sets.
     """
 
-    def __init__(self, store: Any, prefix: str, me: int, ranks: int) -> None:
+    def __init__(self, store: Any, check: Callable[[], object], timeout_s: float) -> None:
+        super().__init__()
+        self._store, self._check, self._timeout_s = store, check, timeout_s
+        self._numbers: dict[str, int] = {}
+
+    def _renamed(self, key: str) -> str:
+        name, number, *rest = key.split("/")  # as torch has it: name/number/rank, or name/number and a suffix
+        return "/".join([name, str(self._numbers.setdefault(number, len(self._numbers))), *rest])
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._renamed(key), value)
+
+    def add(self, key: str, amount: int) -> int:
+        value: int = self._store.add(self._renamed(key), amount)
+        return value
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = self._store.get(self._renamed(key))
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: list[str], *unused: timedelta) -> None:
+        names = [self._renamed(key) for key in keys]
+        deadline, backoff = Deadline(self._timeout_s), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S)
+        while not self._store.check(names):
+            self._check()
+            if deadline.passed():
+                raise WaitTimeoutError(
+                    f"the ranks that map each other's device memory have not in {self._timeout_s:g} s"
+                )
+            backoff.sleep()
+
+
+class StoreGroup:
+    """Ranks that torch finds in a part of a store, where no process group has exactly these, or had before them.
+
+    `prefix` names the part, the same on all of its `ranks` ranks, of which this is number `me`. Does not wait. A wait
+    of torch's for one of them calls `check`, which may raise, and ends with WaitTimeoutError after `timeout_s`.
+    """
+
+    def __init__(
+        self, store: Any, prefix: str, me: int, ranks: int, check: Callable[[], object], timeout_s: float
+    ) -> None:
         _module()
         from torch._C._distributed_c10d import _register_process_group
 
         self.group_name, self._ranks = f"{prefix}/{next(_numbers)}", ranks  # torch takes a name once
         untyped: Any = dist
         # Without backends: it only lists the ranks.
-        self._group = untyped.ProcessGroup(untyped.PrefixStore(prefix, store), me, ranks)
+        self._store = NumberedStore(untyped.PrefixStore(prefix, store), check, timeout_s)
+        self._group = untyped.ProcessGroup(self._store, me, ranks)
         _register_process_group(self.group_name, self._group)  # type: ignore[arg-type]
 
     def size(self) -> int:

@@ -219,6 +219,8 @@ class CudaHeap(NamedHeap):
             place = self._members.index(self.me)
             mapped = symmetric.map_peers(local, self._group, place, same_numbers=one_visible)
             return dict(zip(self._members, mapped, strict=True))
+        except OdcError:  # a rank has ended meanwhile, or does not come
+            raise
         except RuntimeError as error:
             hint = f"; {_SEE_ALL}" if one_visible else ""
             raise OdcError(

@@ -3,27 +3,75 @@
 gloo connects two ranks in a wait that nothing but the group's timeout ends, half an hour. So making the group connects
 none (TORCH_GLOO_LAZY_INIT); then a thread has all pairs connect, and is left behind if a rank ends meanwhile. Once two
 ranks are connected, the end of one breaks the other's collective at once.
+
+On devices it does not: NCCL's kernel waits for the lost rank for ever, and whoever waits for the device waits with it.
+So a thread watches the ranks, and has NCCL abort. A collective that was aborted gives any values, and no error:
+`GenerationGroup.settle` says whether there was one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from odc.deadlines import LOSS_POLL_S, Deadline
-from odc.errors import PeerLostError, WaitTimeoutError
-from odc.fsdp.rejoin import announce_rank
+from odc.deadlines import LOSS_POLL_S, NCCL_POLL_S, Deadline
+from odc.errors import OdcError, PeerLostError, WaitTimeoutError
+from odc.fsdp._torch_groups import abort_nccl, note_generation
+from odc.fsdp.rejoin import aborted_by_another, announce_rank
+from odc.memory._torch_symmetric import may_share_devices
 from odc.net.store import clone_of
 from odc.recovery.generations import PREFIX, GenerationOver, Generations
 from odc.worker import Job, in_background
 
 
-def make_group(store: Any, generations: Generations) -> None:
+class GenerationGroup:
+    """What watches the process group of a generation, until `close`; with `nccl`, from a thread of its own."""
+
+    def __init__(self, generations: Generations, *, nccl: bool) -> None:
+        self._generations, self._aborting = generations, threading.Lock()
+        self._closed, self._cut_short = threading.Event(), False
+        if nccl:
+            in_background("odc-nccl", self._watch)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(NCCL_POLL_S):
+            with contextlib.suppress(OdcError):  # the store does not answer in time: the training thread says so
+                if self._generations.culprit() is None and not aborted_by_another():
+                    continue
+                with self._aborting:
+                    if not self._closed.is_set():
+                        self._cut_short = True  # before: whoever finds the device at rest finds out why
+                        abort_nccl()
+                return
+
+    def settle(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Wait until the devices of `tensors` have done all that they were asked for, in any stream.
+
+        Raises GenerationOver if a collective has been aborted: then what they hold may be of it.
+        """
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        if self._cut_short:
+            raise GenerationOver
+
+    def close(self) -> None:
+        """The generation is left: watch no more. Waits for an abort that is under way. Idempotent."""
+        with self._aborting:
+            self._closed.set()
+
+
+def make_group(store: Any, generations: Generations, device: torch.device | None = None) -> GenerationGroup:
     """Make the default process group of the generation that was entered, and wait until all its ranks are connected.
+
+    With a `device`, NCCL has the collectives of devices; gloo, as on the CPU, where ranks may share one, which NCCL
+    refuses.
 
     Raises GenerationOver when the generation is given up meanwhile, PeerLostError if a connection fails, which is
     mostly the same, WaitTimeoutError after their `patience_s`.
@@ -32,9 +80,15 @@ def make_group(store: Any, generations: Generations) -> None:
     rank, world, stores = generations.rank, generations.world, cast(Any, dist)
     # A thread that is left behind may wait for a rank's address, and hold the connection until then.
     prefixed = stores.PrefixStore(f"{PREFIX}{generations.generation}", clone_of(store) or store)
-    dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=world)
+    nccl = device is not None and not may_share_devices()
+    if nccl:  # else its own watchdog ends a rank that survives, at the first error of a connection to the lost one
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    # By device where there are GPUs: if the group were called "gloo", torch would make another one for a mesh.
+    backend = f"cpu:gloo,cuda:{'nccl' if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world)
+    note_generation()
     announce_rank(generations.patience_s)
-    connected = Job(functools.partial(dist.all_to_all_single, torch.empty(world), torch.empty(world)))
+    connected = Job(functools.partial(_connect, world, device if nccl else None))
     in_background("odc-connect", connected.run)
     deadline = Deadline(generations.patience_s)
     while not connected.over(LOSS_POLL_S):
@@ -50,3 +104,12 @@ def make_group(store: Any, generations: Generations) -> None:
         connected.wait()
     except RuntimeError as error:
         raise PeerLostError(f"rank {rank}, connecting to all ranks for torch's collectives: {error}") from error
+    return GenerationGroup(generations, nccl=nccl)
+
+
+def _connect(world: int, device: torch.device | None) -> None:
+    dist.all_to_all_single(torch.empty(world), torch.empty(world))
+    if device is not None:  # NCCL makes a communicator at its first use
+        torch.cuda.set_device(device)  # of this thread, which ends here
+        dist.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.current_stream(device).synchronize()

@@ -14,10 +14,10 @@ from its beginning and takes its place at the step where the others are. docs/re
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Literal
@@ -31,10 +31,11 @@ from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
 from odc.fsdp.rejoin import aborted_by_another, enter_generation, leave_generation, refuse_groups
 from odc.ranks.worker import report_progress
 from odc.recovery.buddy import Buddies
+from odc.recovery.devices import forget_frames, is_of_device, refuse_devices
 from odc.recovery.generations import GenerationOver, Generations
 from odc.recovery.holdings import Holdings
 from odc.recovery.members import Agreed, Held, Share
-from odc.recovery.process_group import make_group
+from odc.recovery.process_group import GenerationGroup, make_group
 from odc.recovery.reshard import FormerLayout
 from odc.recovery.slots import Slots
 from odc.recovery.state import Stateful, TrainingState
@@ -46,7 +47,8 @@ class Recovery:
     """The rank's place in a job that survives deaths. Constructing it makes the default process group.
 
     On the main thread; every method but `attempt` waits for other ranks. The environment is torchrun's (RANK,
-    WORLD_SIZE, MASTER_ADDR, MASTER_PORT), with a store that outlives every rank: the launcher hosts it.
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT), with a store that outlives every rank: the launcher hosts it. To train on a
+    GPU, make it the current device first.
 
     Args:
         store: a `torch.distributed.Store` that no rank hosts; None makes a client of the launcher's.
@@ -91,6 +93,9 @@ class Recovery:
         self._trained: TrainingState | None = None
         self.step = self._first = 0  # steps that are done, also when the program began
         self.recoveries = 0  # that this process has lived through
+        # Decided once: a process that takes a place runs the same program, and finds the same.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+        self._group = GenerationGroup(self._generations, nccl=False)
         self._agreed = self._meet()
 
     @property
@@ -131,7 +136,7 @@ class Recovery:
         data loaders, your own counters. The states of torch's, numpy's and Python's global generators are kept too.
 
         Raises ConfigError in a replacement whose model differs, UnsupportedError for another mesh than a 1-D one over
-        all ranks or a model that is not on the CPU, HeapMemoryError without memory.
+        all ranks or a model on another device than the CPU or the GPU that was current, HeapMemoryError without memory.
         """
         if self._trained is not None:
             raise ConfigError("protect() is called once")
@@ -139,8 +144,7 @@ class Recovery:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         for one in models:
             refuse_groups(one)
-            if any(parameter.device.type != "cpu" for parameter in one.parameters()):
-                raise UnsupportedError("recovery is for models on the CPU so far")
+            refuse_devices(one, self._device, fewer=self._generations.may_shrink)
         self._trained = TrainingState(models, optimizers, others)
         self._first = self.step = first
         if self._agreed is None:
@@ -209,8 +213,7 @@ class Recovery:
             if not self._is_loss(error):
                 raise
             lost = f"{type(error).__name__}: {error}", getattr(error, "culprit", None)
-            # The frames hold the root, and it the heap, which must be gone before the next one is made.
-            traceback.clear_frames(error.__traceback__)
+            forget_frames(error)
         if lost is not None:
             reason, culprit = lost
             self._recover(reason, self.rank if culprit is None else culprit)
@@ -219,6 +222,7 @@ class Recovery:
         """Let go of all kept states. The process group stays."""
         if self._buddies is not None:
             self._buddies.close()
+        self._group.close()
         self._held.close()
         self._generations.close()
 
@@ -238,7 +242,9 @@ class Recovery:
     def _keep(self) -> None:
         if self._generations.may_shrink:
             self._state.refuse_undivided()
-        self._held.own.write(self.step, *self._state.take())
+        tensors, text = self._state.take()
+        self._group.settle(tensors)
+        self._held.own.write(self.step, tensors, text)
         if self._buddies is not None:
             self._buddies.keep(self.step)
 
@@ -291,6 +297,8 @@ class Recovery:
 
     def _is_loss(self, error: RuntimeError) -> bool:
         """Whether the end of another rank is behind an error, and not a mistake in this one."""
+        if is_of_device(error):
+            return False
         if isinstance(error, OdcError):
             return isinstance(error, PeerLostError) and error.culprit not in (None, self.rank)
         return self._loss_shows()  # torch's collectives fail at once, before anything else shows why
@@ -312,9 +320,12 @@ class Recovery:
         _log.warning("rank %d goes back to the last kept step: %s", self.rank, reason)
         if self._buddies is not None:
             self._buddies.close()
+        self._group.close()
         leave_generation(list(self._state.models), reason, culprit)
         self._generations.leave()
         self._agreed = self._meet()
+        if self._device is not None:
+            gc.collect()  # objects in cycles hold memory of the device, which the next heap needs
         enter_generation(list(self._state.models))
         with self.repeatable():  # it waits where the number of ranks has changed
             self._restore(self._agreed or Agreed(self._held.own_share.layout, self._first))
@@ -333,7 +344,7 @@ class Recovery:
                 agreed = self._generations.enter(self._held.shown)
                 self._refuse_hosts()
                 self._held.take_own()
-                make_group(self._store, self._generations)
+                self._group = make_group(self._store, self._generations, self._device)
                 if self._buddies is not None:
                     self._buddies.open(agreed)
                 self._held.hold_others(self._generations.ready("ready", Held(self._held.own.fds)))
@@ -351,6 +362,7 @@ class Recovery:
                 self._generations.leave()
             if self._buddies is not None:
                 self._buddies.close()
+            self._group.close()
             if dist.is_initialized():
                 leave_generation([], "its ranks meet anew", self.rank)
 

@@ -24,6 +24,7 @@ import torch
 from odc.errors import HeapMemoryError
 from odc.memory import Words, close_after_fork, free_memory, round_up
 from odc.memory.mapping import Mapping
+from odc.memory.pinned import PinnedMapping
 from odc.recovery.members import Share
 
 _MARK = 0x0DC5_1075
@@ -60,6 +61,7 @@ class StateSlot:
         self._closing = weakref.finalize(self, os.close, fd)  # also of slots that are dropped
         self._closing.atexit = False
         self._mapped: Mapping | None = None
+        self._pinned: PinnedMapping | None = None  # for the state of a model on a device
 
     @property
     def nbytes(self) -> int:
@@ -89,15 +91,33 @@ class StateSlot:
                 f"keeping a rank's state needs {(nbytes - before) / _MIB:.1f} MiB more, but {free.limited_by} leaves "
                 f"{free.nbytes / _MIB:.1f} MiB free"
             )
+        self._unpin()  # all of it is pinned anew, when it is next filled
         os.ftruncate(self.fd, nbytes)
         self._mapping().prefault(fresh=not before)
 
     def fill(self, tensors: Sequence[torch.Tensor], table: Sequence[tuple[int, ...]], at: int, text: bytes) -> None:
+        """Copy a state; returns when all of it is there, also what devices copy."""
         mapping = self._mapping()
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        if devices:
+            self._pin()
         for (start, *shape), tensor in zip(table, tensors, strict=True):
             if tensor.numel():
-                mapping.tensor(tensor.dtype, start, tensor.numel()).view(shape).copy_(tensor)
+                mapping.tensor(tensor.dtype, start, tensor.numel()).view(shape).copy_(tensor, non_blocking=True)
         mapping.tensor(torch.uint8, at, len(text)).copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _pin(self) -> None:
+        mapping = self._mapping()
+        if self._pinned is None or self._pinned.mapping is not mapping:
+            self._unpin()
+            self._pinned = PinnedMapping(mapping)
+
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
 
     def state(self, extent: Extent) -> torch.Tensor:
         """A state's bytes, tensors and text: uint8 [n]."""
@@ -110,6 +130,7 @@ class StateSlot:
         return self._mapping().tensor(dtype, start, torch.Size(shape).numel()).view(torch.Size(shape))
 
     def close(self) -> None:
+        self._unpin()
         self._mapped = None
         self.fd = -1
         self._closing()

@@ -177,10 +177,11 @@ def _put_back(optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Of torch's, numpy's and Python's global generators, in this process."""
+    """Of torch's, numpy's and Python's global generators, in this process; on devices of the current one."""
     numpy = sys.modules.get("numpy")
     return {
         "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "python": random.getstate(),
         "numpy": None if numpy is None else numpy.random.get_state(),
     }
@@ -189,6 +190,8 @@ def random_states() -> dict[str, Any]:
 def set_random_states(states: dict[str, Any]) -> None:
     """Back to what `random_states` gave."""
     torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
     random.setstate(states["python"])
     if states["numpy"] is not None:
         import numpy
@@ -211,7 +214,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(thing, DTensor):
             mesh = next(i for i, one in enumerate(self._meshes) if one is thing.device_mesh)
             spread = mesh, tuple(thing.placements), tuple(thing.shape), tuple(thing.stride())
-        return number, str(thing.device), spread
+        return number, thing.device.type, spread  # a new process may give its device another number
 
 
 class _Unpickler(pickle.Unpickler):
@@ -226,9 +229,9 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> torch.Tensor:
         number, device, spread = pid
         if spread is None:
-            return self._read(number, None).clone().to(device)
+            return self._read(number, None).to(device, copy=True)
         mesh, placements, shape, stride = spread
-        local = self._read(number, _division(placements, shape)).clone().to(device)
+        local = self._read(number, _division(placements, shape)).to(device, copy=True)
         made: torch.Tensor = DTensor.from_local(
             local, self._meshes[mesh], placements, run_check=False, shape=torch.Size(shape), stride=stride
         )

@@ -296,6 +296,17 @@ class Rendezvous:
             self._events.failed(str(error), culprit_of(error, self.grid.rank))
             raise
 
+    def check_mapping(self) -> None:
+        """Raise if a member of this host has ended, while all of them map device memory, or the job was aborted."""
+        doing = "mapping device memory"
+        self.check(doing)
+        for rank in [self.grid.ranks[member] for member in self.grid.local]:
+            process = process_of(self._store, rank)
+            if process is not None and not process.alive():
+                raise PeerLostError(
+                    f"rank {self.grid.rank}, {doing}: the process of rank {rank} has ended", culprit=rank
+                )
+
     def _difference(self, found: dict[str, Any], rank: int, identity: str) -> str:
         me = self.grid.rank
         text = f"rank {me} and rank {rank} laid out heap {self._identity} differently: "

@@ -23,10 +23,12 @@ from odc.errors import OdcError
 from odc.experiments.launch import launch
 from odc.fsdp.collect import Collector
 from odc.fsdp.minibatch import before_done
+from odc.memory import _torch_symmetric
 from odc.recovery import process_group
 from odc.recovery.generations import Generations
 from odc.recovery.slots import StateSlot
-from odc.recovery.state import TrainingState
+from odc.recovery.state import TrainingState, random_states
+from support.device import own_device
 
 STEPS, WIDTH = 8, 16
 #: How a process ends.
@@ -52,13 +54,15 @@ class Death(NamedTuple):
 class Work(NamedTuple):
     """What a step computes. Without `clip` it calls no collective of torch's; `idle` it has no microbatches.
 
-    `tidy`, it collects garbage before it counts what it holds: over hosts a generation leaves cycles of objects.
+    `tidy`, it collects garbage before it counts what it holds: over hosts a generation leaves cycles of objects. With
+    `device` "cuda" ranks share GPUs where there are fewer.
     """
 
     clip: bool = True
     width: int = WIDTH
     idle: bool = False
     tidy: bool = False
+    device: str = "cpu"
 
 
 COMMON = Work()
@@ -150,10 +154,15 @@ def train(
     fate.watch(Generations, "enter", "met", after=True)
     fate.watch(Generations, "ready", "ready")
     fate.watch(process_group, "announce_rank", "connect", after=True)
+    if work.device == "cuda":
+        own_device(rank)
+        if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own switch
+        fate.watch(_torch_symmetric, "map_peers", "map")
     with odc.Recovery(**{"rejoin_s": 60, **(options or {})}) as recovery:
         fate.step = recovery.step
         settings = Settings(reproducible=True, timeout_s=30, check_protocol=True)
-        model: Any = model_of(work.width)
+        model: Any = model_of(work.width).to(work.device)
         for block in model[:2]:
             fully_shard(block, settings=settings)
         fully_shard(model, settings=settings)
@@ -177,9 +186,9 @@ def train(
                 gc.collect()
             held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), _heaps()))
         return {
-            "weights": [parameter.to_local().detach().clone() for parameter in model.parameters()],
-            "moments": [state["exp_avg_sq"].to_local().clone() for state in optimizer.state.values()],
-            "random": torch.get_rng_state(),
+            "weights": [parameter.to_local().detach().cpu().clone() for parameter in model.parameters()],
+            "moments": [state["exp_avg_sq"].to_local().cpu().clone() for state in optimizer.state.values()],
+            "random": torch.cat([one for one in random_states().values() if isinstance(one, torch.Tensor)]),
             "seen": counter.seen,
             "held": held,
             "recoveries": recovery.recoveries,
@@ -194,13 +203,14 @@ def _microbatches(rank: int, step: int) -> int:
 def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, step: int, fate: Fate, work: Work) -> None:
     with model.minibatch():
         for _ in range(0 if work.idle else _microbatches(rank, step)):
-            loss = model(torch.randn(4, work.width)).square().mean()
+            loss = model(torch.randn(4, work.width, device=work.device)).square().mean()
             fate.at("forward")
             loss.backward()
             fate.at("backward")
     if work.idle:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
+    fate.at("collected")
     if work.clip:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)  # a collective of torch's
     fate.at("clip")
@@ -222,6 +232,7 @@ def run(
     steps: int = STEPS,
     restarts: int | None = None,
     killed: tuple[float, int, int] | None = None,
+    work: Work = COMMON,
     **options: Any,
 ) -> Any:
     """The job, and what each rank returned; None if it ended after the last step.
@@ -230,7 +241,7 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     allowed = len(deaths) if restarts is None else restarts  # no survivor may end
-    program = train, str(folder), tuple(deaths), steps, killed, options
+    program = train, str(folder), tuple(deaths), steps, killed, options, work
     return launch(unless_over, *program, ranks=ranks, restarts=allowed)
 
 

@@ -1,0 +1,253 @@
+"""What recovery does about GPUs, as far as it shows without one. Jobs on a GPU, or an emulated one: tests/gpu."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import odc
+from odc.errors import HeapMemoryError, PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.memory import pinned
+from odc.memory._torch_symmetric import NumberedStore
+from odc.recovery import process_group
+from odc.recovery.devices import is_of_device, refuse_devices
+from odc.recovery.generations import GenerationOver
+from odc.recovery.members import Share
+from odc.recovery.process_group import GenerationGroup
+from odc.recovery.recovery import Recovery
+from odc.recovery.slots import Slots
+
+STORES: Any = dist
+
+
+@pytest.fixture
+def recovery(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recovery]:
+    """Of one rank, with a model; to it, every error looks as if another rank had ended."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("TORCH_GLOO_LAZY_INIT", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Recovery, "_loss_shows", lambda self: True)
+    with odc.Recovery(STORES.HashStore(), rejoin_s=5.0) as found:
+        model: Any = odc.fully_shard(nn.Linear(4, 4))
+        found.protect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        yield found
+    odc.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: unspecified launch failure"),
+        torch.AcceleratorError("the device was lost"),
+    ],
+)
+def test_an_error_of_the_device_leaves_the_step_even_if_a_rank_is_lost(recovery: Recovery, error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)), recovery.attempt():
+        raise error
+    with pytest.raises(PeerLostError, match="gone"), recovery.attempt():
+        raise PeerLostError("rank 1 is gone", culprit=1) from error
+    assert (recovery.recoveries, recovery.generation) == (0, 0)
+
+
+def test_another_error_of_torch_is_a_loss_there(recovery: Recovery) -> None:
+    with recovery.attempt():
+        raise RuntimeError("Connection closed by peer")
+    assert (recovery.recoveries, recovery.generation) == (1, 1)
+    assert not is_of_device(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+
+
+def test_a_model_is_where_the_process_group_reaches_it() -> None:
+    refuse_devices(nn.Linear(2, 2), None)
+    refuse_devices(nn.Linear(2, 2, device="meta"), torch.device("meta"))
+    with pytest.raises(UnsupportedError, match=r"weight is on meta.*when no GPU was in use: call torch\.cuda\.set_dev"):
+        refuse_devices(nn.Linear(2, 2, device="meta"), None)
+    refuse_devices(nn.Linear(2, 2), None, fewer=True)
+    with pytest.raises(UnsupportedError, match="fewest=.* is for models on the CPU so far, and weight is on meta"):
+        refuse_devices(nn.Linear(2, 2, device="meta"), torch.device("meta"), fewer=True)
+    with pytest.raises(UnsupportedError, match="when cuda:1 was current"):
+        refuse_devices(nn.Linear(2, 2, device="meta"), torch.device("cuda", 1))
+
+
+class Collectives:
+    """In the place of NCCL: collectives that wait until they are aborted. `order` is what happened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lost: int | None = None
+        self.aborted, self.order = threading.Event(), list[str]()
+        self.group: GenerationGroup | None = None
+        monkeypatch.setattr(process_group, "abort_nccl", self.abort)
+        monkeypatch.setattr(process_group, "aborted_by_another", lambda: False)
+        monkeypatch.setattr(process_group, "NCCL_POLL_S", 0.001)
+
+    def culprit(self) -> int | None:
+        self.order.append("asked")
+        return self.lost
+
+    def abort(self) -> None:
+        assert self.group is not None
+        with pytest.raises(GenerationOver):
+            self.group.settle([])
+        self.order.append("aborted")
+        self.aborted.set()
+
+    def asked(self, times: int) -> None:
+        before = self.order.count("asked")
+        while self.order.count("asked") < before + times:
+            threading.Event().wait(0.001)
+
+
+def test_collectives_end_when_a_rank_is_lost_and_nothing_is_kept_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the abort on: what a step has left in the tensors does not show it."""
+    nccl = Collectives(monkeypatch)
+    ranks: Any = nccl
+    nccl.group = group = GenerationGroup(ranks, nccl=True)
+    nccl.asked(3)
+    group.settle([torch.ones(1)])
+    nccl.lost = 1
+    assert nccl.aborted.wait(60), "the collective waits for ever"
+    with pytest.raises(GenerationOver):
+        group.settle([torch.ones(1)])
+    group.close()
+    assert nccl.order[-2:] == ["asked", "aborted"]
+
+
+def test_a_generation_that_was_left_aborts_no_collective_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = Collectives(monkeypatch)
+    ranks: Any = nccl
+    watching = threading.enumerate()
+    nccl.group = group = GenerationGroup(ranks, nccl=True)
+    (thread,) = set(threading.enumerate()) - set(watching)
+    nccl.asked(1)
+    group.close()
+    nccl.lost = 1
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not nccl.aborted.is_set()
+
+
+def test_without_nccl_no_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, ranks = threading.active_count(), Collectives(monkeypatch)
+    GenerationGroup(ranks, nccl=False).close()  # type: ignore[arg-type]
+    assert threading.active_count() == before
+    assert not ranks.order
+
+
+def test_a_generations_exchanges_are_numbered_from_0_whatever_a_process_has_made_before() -> None:
+    """As torch's symmetric memory makes them: `name/number/rank`, and `name/number` for a barrier."""
+    shared, found = STORES.HashStore(), []
+    for first, rank in ((7, 0), (0, 1)):
+        store = NumberedStore(STORES.PrefixStore("3/generation/4", shared), lambda: None, 60)
+        for exchange in range(2):
+            store.set(f"Memory/{first + 2 * exchange}/{rank}", f"{rank} in {exchange}")
+        store.add(f"Memory/{first + 9}/num_members", 1)
+        found.append((first, store))
+    for first, store in found:
+        for exchange in range(2):
+            store.wait([f"Memory/{first + 2 * exchange}/{rank}" for rank in (0, 1)])
+            assert store.multi_get([f"Memory/{first + 2 * exchange}/{rank}" for rank in (0, 1)]) == [
+                f"{rank} in {exchange}".encode() for rank in (0, 1)
+            ]
+        assert store.add(f"Memory/{first + 9}/num_members", 0) == 2
+    assert shared.check(["3/generation/4/Memory/0/0", "3/generation/4/Memory/1/1"])
+
+
+def test_an_exchange_ends_when_a_rank_does_or_comes_too_late() -> None:
+    """Also where torch waits for it, and not this process's Python."""
+
+    def check() -> None:
+        raise PeerLostError("rank 1 has ended", culprit=1)
+
+    for one, wanted in (
+        (NumberedStore(STORES.HashStore(), check, 60), PeerLostError),
+        (NumberedStore(STORES.HashStore(), lambda: None, 0.0), WaitTimeoutError),
+    ):
+        with pytest.raises(wanted):
+            STORES.PrefixStore("Memory", one).wait(["0/1"])
+
+
+class Driver:
+    """CUDA's registry of pinned memory: bytes by address."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+        self.error = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert address not in self.pinned, "CUDA refuses what is pinned already"
+        if not self.error:
+            self.pinned[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        mapped = [line.split("-")[0] for line in Path("/proc/self/maps").read_text().splitlines()]
+        assert f"{address:x}" in mapped, "CUDA would unpin pages that are gone"
+        del self.pinned[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return "out of memory"
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(pinned, "_cuda", lambda: made)
+    return made
+
+
+def pinned_slots(nbytes: int) -> Slots:
+    slots = Slots.create(Share(0, 0))
+    for slot in slots._slots:
+        slot.grow(nbytes)
+        slot._pin()
+        slot._pin()  # each time that it is filled
+    return slots
+
+
+@pytest.mark.parametrize("end", ["close", "drop"])
+def test_slots_are_pinned_as_a_whole_and_unpinned_before_they_are_unmapped(driver: Driver, end: str) -> None:
+    slots: Slots | None = pinned_slots(1 << 20)
+    assert slots is not None
+    assert sorted(driver.pinned.values()) == [1 << 20] * 2
+    slots._slots[0].grow(1 << 21)
+    assert sorted(driver.pinned.values()) == [1 << 20], "the mapping that is too small goes"
+    slots._slots[0]._pin()
+    assert sorted(driver.pinned.values()) == [1 << 20, 1 << 21]
+    if end == "close":
+        slots.close()
+    slots = None
+    assert not driver.pinned
+
+
+def test_a_forked_child_unpins_nothing(driver: Driver) -> None:
+    """A worker of a data loader lets go of its parent's slots, and CUDA refuses every call there."""
+    slots = pinned_slots(1 << 20)
+    child = os.fork()
+    if not child:
+        os._exit(0 if len(driver.pinned) == 2 and slots.fds == [-1, -1] else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    slots.close()
+    assert not driver.pinned
+
+
+def test_memory_that_cuda_does_not_pin_is_named(driver: Driver) -> None:
+    driver.error = 2
+    with pytest.raises(HeapMemoryError, match=r"does not pin 1\.0 MiB of host memory.*error 2.*out of memory"):
+        pinned_slots(1 << 20)
+
+
+def test_a_state_on_the_cpu_pins_nothing(driver: Driver) -> None:
+    slots = Slots.create(Share(0, 0))
+    slots.write(0, [torch.ones(100)], b"text")
+    assert not driver.pinned
+    assert os.fstat(slots.fds[0]).st_size > 0
