@@ -29,7 +29,18 @@ from odc.experiments.results import JobResult, SkippedStep, StepRecord
 from odc.experiments.workload import Workload
 from odc.fsdp import shutdown
 from odc.recovery import Recovery
-from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, WINDOW, Span, breakdown, rank_file, recorder, save_spans
+from odc.trace import (
+    COMPUTE,
+    MICROBATCH,
+    OPTIMIZER,
+    WINDOW,
+    Span,
+    breakdown,
+    gone_back,
+    rank_file,
+    recorder,
+    save_spans,
+)
 
 _CPU = torch.device("cpu")
 _ALIGN_EVERY = 32  # steps between two measurements of the clocks of other hosts
@@ -168,7 +179,7 @@ class RankJob:
     def _step(self, number: int, first: int) -> None:
         """One step, its report, and a checkpoint where one is due."""
         job, done = self.workload.job, number + 1
-        if (number - first) % _ALIGN_EVERY == 0:
+        if self._clock is None or (number - first) % _ALIGN_EVERY == 0:
             self.clock.align()
         record = self.trainer.step(number, self._probe if self.held is None else None)
         bubble = self._bubble()
@@ -188,12 +199,20 @@ class RankJob:
     # what is kept, beside model and optimizer, in a job that survives deaths
 
     def state_dict(self) -> dict[str, Any]:
-        return {"trainer": self.trainer.state(), "records": self.records, "skipped": self.skipped}
+        return {
+            "trainer": self.trainer.state(),
+            "records": self.records,
+            "skipped": self.skipped,
+            "spans": self.spans,  # empty unless the job stores them
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.trainer.restore(state["trainer"])
-        self.records, self.skipped, self._clock = state["records"], state["skipped"], None
-        recorder().clear()
+        self.records, self.skipped = state["records"], state["skipped"]
+        self._take_spans()
+        # A new process has those of the one whose place it takes, the others more than were kept.
+        self.spans = gone_back(self.spans or state["spans"], recorder().newest)
+        self._clock = None  # made anew by all ranks
         reported: list[StepRecord | SkippedStep] = [*self.records, *self.skipped]
         done = max((record.step for record in reported), default=0)
         if self.workload.log is not None and self.rank == 0:
@@ -225,10 +244,7 @@ class RankJob:
 
         None if a rank's recorder could not hold the whole step.
         """
-        workload, spans = self.workload, self.clock.on_rank_0(recorder().spans())
-        recorder().clear()
-        if workload.job.spans is not None:
-            self.spans += spans
+        workload, spans = self.workload, self._take_spans()
         mine = torch.tensor(_own_windows(self.rank, spans, workload.windows))
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
@@ -236,6 +252,16 @@ class RankJob:
         if not ends.all():
             return None
         return 1.0 - float(busy.double().mean(0).sum()) / float((ends.amax(0) - starts.amin(0)).sum())
+
+    def _take_spans(self) -> list[Span]:
+        """What was recorded since the last call, on the clock of rank 0's host; kept if the job stores it."""
+        spans = recorder().spans()
+        recorder().clear()
+        if self._clock is not None:
+            spans = self._clock.on_rank_0(spans)
+        if self.workload.job.spans is not None:
+            self.spans += spans
+        return spans
 
     def _report(self, record: StepRecord | SkippedStep) -> None:
         if isinstance(record, SkippedStep):

@@ -36,6 +36,7 @@ from odc.recovery.holdings import Holdings
 from odc.recovery.members import Agreed, Held, Share
 from odc.recovery.process_group import make_group
 from odc.recovery.reshard import FormerLayout
+from odc.recovery.shown import ShownRecovery, TracedPlace
 from odc.recovery.slots import Slots
 from odc.recovery.state import Stateful, TrainingState
 
@@ -91,6 +92,7 @@ class Recovery:
         self._trained: TrainingState | None = None
         self.step = self._first = 0  # steps that are done, also when the program began
         self.recoveries = 0  # that this process has lived through
+        self._shown = ShownRecovery(self.rank)
         self._agreed = self._meet()
 
     @property
@@ -141,7 +143,7 @@ class Recovery:
             refuse_groups(one)
             if any(parameter.device.type != "cpu" for parameter in one.parameters()):
                 raise UnsupportedError("recovery is for models on the CPU so far")
-        self._trained = TrainingState(models, optimizers, others)
+        self._trained = TrainingState(models, optimizers, {"odc.trace": TracedPlace(), **others})
         self._first = self.step = first
         if self._agreed is None:
             self._generations.begin_at(first)
@@ -221,6 +223,7 @@ class Recovery:
             self._buddies.close()
         self._held.close()
         self._generations.close()
+        self._shown.close()
 
     def __enter__(self) -> Recovery:
         return self
@@ -239,6 +242,7 @@ class Recovery:
         if self._generations.may_shrink:
             self._state.refuse_undivided()
         self._held.own.write(self.step, *self._state.take())
+        self._shown.kept(self.step)
         if self._buddies is not None:
             self._buddies.keep(self.step)
 
@@ -249,6 +253,7 @@ class Recovery:
             return
         self._held.own.forget_after(agreed.step)
         self._state.put(*self._held.own.read(agreed.step))
+        self._shown.gone_back(agreed.step)
         if self._buddies is not None:
             self._buddies.keep(agreed.step)
 
@@ -268,6 +273,7 @@ class Recovery:
         if self._buddies is not None:
             self._buddies.begin(agreed)
         self._keep()
+        self._shown.gone_back(self.step)
         if self._buddies is not None:
             self._buddies.settle()
         self._generations.ready("divided", Held([]))  # from here on the former layout is not needed
@@ -309,6 +315,7 @@ class Recovery:
     def _recover(self, reason: str, culprit: int) -> None:
         """Meet again and go back to the newest step that every rank has kept."""
         self.recoveries += 1
+        self._shown.lost(reason, culprit)
         _log.warning("rank %d goes back to the last kept step: %s", self.rank, reason)
         if self._buddies is not None:
             self._buddies.close()
@@ -330,7 +337,8 @@ class Recovery:
         """Enter a generation, with a process group; what all go back to, None at the beginning."""
         while True:
             try:
-                agreed = self._generations.enter(self._held.shown)
+                with self._shown.answering(lambda: self.rank):
+                    agreed = self._generations.enter(self._held.shown)
                 self._refuse_hosts()
                 self._held.take_own()
                 make_group(self._store, self._generations)
@@ -340,6 +348,7 @@ class Recovery:
                 if self._buddies is not None and (agreed is None or agreed.layout == self._held.own_share.layout):
                     self._buddies.begin(agreed)
                 self._held.start_keeper()
+                self._shown.met(self.generation)
                 return agreed
             except GenerationOver:
                 pass

@@ -14,6 +14,7 @@ from odc.experiments import launch
 from odc.experiments.job import run
 from odc.experiments.text.step import TextWorkload
 from odc.ranks.processes import RankProcesses
+from odc.trace import RECOVERY, WINDOW, breakdown, load_spans, rank_file
 
 
 def losses(results: list[Any]) -> list[list[float]]:
@@ -24,6 +25,7 @@ def losses(results: list[Any]) -> list[list[float]]:
 def test_a_job_that_loses_a_rank_has_the_same_steps(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_job(tmp_path, steps=6, reproducible=True)
     undisturbed = run(TextWorkload(config))
+    config = config.with_(spans=str(tmp_path / "spans"))
     log, killed = tmp_path / "out" / "steps.jsonl", []
 
     class Killing(RankProcesses):
@@ -37,6 +39,13 @@ def test_a_job_that_loses_a_rank_has_the_same_steps(rank: int, tmp_path: Path, m
     assert killed
     assert losses(found) == losses(undisturbed)
     assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    traces = {one: load_spans(rank_file(tmp_path / "spans", one)) for one in range(2)}
+    assert [step.epoch for step in breakdown(traces).steps] == [1, 2, 3, 4, 5, 6], "of the killed process, too"
+    for spans in traces.values():
+        (recovery,) = [span for span in spans if span.category == RECOVERY]
+        assert recovery.unit.startswith("generation 1, back to step ")
+        after = [span.start_ns for span in spans if span.category == WINDOW and span.end_ns > recovery.start_ns]
+        assert min(after) >= recovery.end_ns
 
 
 def test_arms_that_cannot_recover_are_refused(tmp_path: Path) -> None:

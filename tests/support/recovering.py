@@ -27,6 +27,7 @@ from odc.recovery import process_group
 from odc.recovery.generations import Generations
 from odc.recovery.slots import StateSlot
 from odc.recovery.state import TrainingState
+from odc.trace import recorder
 
 STEPS, WIDTH = 8, 16
 #: How a process ends.
@@ -183,6 +184,7 @@ def train(
             "seen": counter.seen,
             "held": held,
             "recoveries": recovery.recoveries,
+            "spans": recorder().spans(),
         }
 
 
