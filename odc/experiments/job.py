@@ -21,7 +21,7 @@ from odc.experiments import device as devices
 from odc.experiments.checkpoint import find_checkpoint, load, save
 from odc.experiments.clock import CommonClock
 from odc.experiments.collectives import recorded_stalls
-from odc.experiments.config import threads_per_rank
+from odc.experiments.config import Keep, threads_per_rank
 from odc.experiments.hosts import HostTeam
 from odc.experiments.launch import launch
 from odc.experiments.progress import Progress
@@ -75,10 +75,9 @@ def run_rank(workload: Workload[Any]) -> Any:
     job = workload.job
     if not workload.restarts:
         workload.check()  # before the ranks meet, so before any has written
+    backend = devices.backend(workload.device, job.ranks)
     with (
-        rank_group(
-            job.ranks, job.timeout_s, devices.backend(workload.device, job.ranks), workload.restarts
-        ) as recovery,
+        rank_group(job.ranks, job.timeout_s, backend, workload.keep if workload.restarts else None) as recovery,
         closing(Progress(job.steps, workload.title, shown=workload.shown and dist.get_rank() == 0)) as progress,
     ):
         if recovery is not None and recovery.generation == 0:
@@ -88,14 +87,16 @@ def run_rank(workload: Workload[Any]) -> Any:
 
 
 @contextmanager
-def rank_group(ranks: int, timeout_s: float, backend: str = "gloo", restarts: int = 0) -> Iterator[Recovery | None]:
+def rank_group(
+    ranks: int, timeout_s: float, backend: str = "gloo", keep: Keep | None = None
+) -> Iterator[Recovery | None]:
     """The process group of `ranks`, in a process that has the environment of `torchrun`; sets torch's threads.
 
     Every rank enters it. A clean exit waits for every other rank; after an error the group is taken down at once.
-    Where ranks that end are started again, there is a `Recovery`.
+    Where ranks that end are started again there is a `Recovery`, which keeps states as `keep` says.
     """
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
-    with Recovery(rejoin_s=timeout_s) if restarts else nullcontext() as recovery:
+    with nullcontext() if keep is None else Recovery(rejoin_s=timeout_s, keep=keep) as recovery:
         if recovery is None:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         try:
