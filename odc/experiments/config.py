@@ -253,6 +253,10 @@ class GrpoConfig:
     timeout_s: float = field(
         default=600.0, metadata=option("Seconds to wait for a rank or rollout.", "Runtime", "--timeout")
     )
+    recover: int = field(
+        default=0,
+        metadata=option("Deaths of ranks to survive, each at the price of a step; 0: the first ends it.", "Runtime"),
+    )
     spans: str | None = None
     output: str | None = field(default=None, metadata=option("New file that gets one line of JSON a step."))
     folder: str | None = field(
@@ -281,6 +285,8 @@ class GrpoConfig:
             )
         if self.save_every and self.folder is None:
             raise ConfigError("save_every needs a folder for checkpoints (--folder)")
+        if self.recover and self.arm not in ("odc", "odc-equal"):
+            raise ConfigError(f"recover is for arms odc and odc-equal, not {self.arm}")
         if self.balance == "verl" and self.group * (self.prompts // self.minibatches) % self.ranks:
             raise ConfigError("balance verl needs minibatches whose samples divide by the ranks")
 
