@@ -180,7 +180,7 @@ class RankJob:
     def _step(self, number: int, first: int) -> None:
         """One step, its report, and a checkpoint where one is due."""
         job, done = self.workload.job, number + 1
-        if self._clock is None or (number - first) % _ALIGN_EVERY == 0:
+        if self._clock is None or number % _ALIGN_EVERY == 0:
             self.clock.align()
         record = self.trainer.step(number, self._probe if self.held is None else None)
         bubble = self._bubble()
@@ -220,11 +220,13 @@ class RankJob:
             _drop_after(self.workload.log, done)
 
     def _resume(self) -> int:
-        resume, log = self.workload.job.resume, self.workload.log
-        if resume is None:
+        resume, log, recovery = self.workload.job.resume, self.workload.log, self.recovery
+        if resume is None or (recovery is not None and recovery.goes_on):  # then `protect` loads what was kept
             return 0
         self.progress.phase(f"loading {resume}")
-        state = load(find_checkpoint(Path(resume)), self.trainer.model, self.trainer.optimizer)
+        # A process that takes another's place has no rank to load with.
+        alone = recovery is not None
+        state = load(find_checkpoint(Path(resume)), self.trainer.model, self.trainer.optimizer, alone=alone)
         self.trainer.restore(state)
         if log is not None and self.rank == 0:
             _drop_after(log, int(state["step"]))

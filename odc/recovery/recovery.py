@@ -144,7 +144,8 @@ class Recovery:
             if any(parameter.device.type != "cpu" for parameter in one.parameters()):
                 raise UnsupportedError("recovery is for models on the CPU so far")
         self._trained = TrainingState(models, optimizers, {"odc.trace": TracedPlace(), **others})
-        self._first = self.step = first
+        known = self._generations.first  # a replacement may find a newer checkpoint than the job began with
+        self._first = self.step = first if known is None else known
         if self._agreed is None:
             self._generations.begin_at(first)
             self._keep()

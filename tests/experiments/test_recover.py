@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.recovering import Death, Fate
 from support.tiny_job import tiny_job
 
 from odc.errors import ConfigError
 from odc.experiments import launch
-from odc.experiments.job import run
+from odc.experiments.config import JobConfig
+from odc.experiments.job import RankJob, run, run_rank
 from odc.experiments.text.step import TextWorkload
 from odc.ranks.processes import RankProcesses
 from odc.trace import RECOVERY, WINDOW, breakdown, load_spans, rank_file
@@ -46,6 +50,34 @@ def test_a_job_that_loses_a_rank_has_the_same_steps(rank: int, tmp_path: Path, m
         assert recovery.unit.startswith("generation 1, back to step ")
         after = [span.start_ns for span in spans if span.category == WINDOW and span.end_ns > recovery.start_ns]
         assert min(after) >= recovery.end_ns
+
+
+def train(folder: str, deaths: Collection[Death], config: JobConfig) -> list[float]:
+    """The program of a rank; returns its losses."""
+    fate = Fate(int(os.environ["RANK"]), deaths, Path(folder))
+    step = RankJob._step
+
+    def begun(self: RankJob, number: int, first: int) -> None:
+        fate.step = number
+        step(self, number, first)
+        fate.at("done")
+
+    RankJob._step = begun  # type: ignore[method-assign]
+    fate.watch(RankJob, "_resume", "resumed", after=True)
+    return [one.loss for one in run_rank(TextWorkload(config)).steps]
+
+
+def test_a_job_that_was_resumed_loses_ranks(tmp_path: Path) -> None:
+    """Before its first step, and when a newer checkpoint is there than the one that it began with."""
+    config = tiny_job(tmp_path, steps=6, reproducible=True, save_every=2, output=str(tmp_path / "out"))
+    expected = losses(run(TextWorkload(config)))
+    (tmp_path / "out" / "checkpoints" / "latest").write_text("step-00000002")
+    again = config.with_(resume=str(tmp_path / "out"), recover=2)
+    deaths = (Death(1, -1, "resumed"), Death(0, 4, "done"))
+    (tmp_path / "deaths").mkdir()
+    found = launch.launch(train, str(tmp_path / "deaths"), deaths, again, ranks=2, restarts=2)
+    assert len(list((tmp_path / "deaths").iterdir())) == 2
+    assert [one[-4:] for one in found] == [one[-4:] for one in expected]
 
 
 def test_arms_that_cannot_recover_are_refused(tmp_path: Path) -> None:

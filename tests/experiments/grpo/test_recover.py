@@ -87,10 +87,7 @@ def lagged(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Grpo
 
 @pytest.mark.parametrize(
     "deaths",
-    [
-        pytest.param(one, id=name, marks=[] if name in QUICK else [pytest.mark.thorough])
-        for name, one in DEATHS.items()
-    ],
+    [pytest.param(one, id=name, marks=[] if name in QUICK else [pytest.mark.thorough]) for name, one in DEATHS.items()],
 )
 def test_a_job_that_loses_ranks_has_the_same_bits(
     deaths: list[Death], lagged: tuple[GrpoConfig, Any], tmp_path: Path
