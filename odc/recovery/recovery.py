@@ -298,8 +298,10 @@ class Recovery:
 
     def _is_loss(self, error: RuntimeError) -> bool:
         """Whether the end of another rank is behind an error, and not a mistake in this one."""
-        if isinstance(error, OdcError):
-            return isinstance(error, PeerLostError) and error.culprit not in (None, self.rank)
+        if isinstance(error, PeerLostError):
+            return error.culprit not in (None, self.rank)
+        if isinstance(error, OdcError) and not isinstance(error.__cause__, RuntimeError):  # as a failed save has
+            return False
         return self._loss_shows()  # torch's collectives fail at once, before anything else shows why
 
     def _loss_shows(self) -> bool:

@@ -13,7 +13,7 @@ from support.recovering import Death, Fate
 from support.tiny_job import tiny_job
 
 from odc.errors import ConfigError
-from odc.experiments import launch
+from odc.experiments import checkpoint, launch
 from odc.experiments.config import JobConfig
 from odc.experiments.job import RankJob, run, run_rank
 from odc.experiments.text.step import TextWorkload
@@ -64,6 +64,8 @@ def train(folder: str, deaths: Collection[Death], config: JobConfig) -> list[flo
 
     RankJob._step = begun  # type: ignore[method-assign]
     fate.watch(RankJob, "_resume", "resumed", after=True)
+    fate.watch(checkpoint.state_dict_saver, "save", "saving")
+    fate.watch(checkpoint, "_complete", "completing")
     return [one.loss for one in run_rank(TextWorkload(config)).steps]
 
 
@@ -78,6 +80,18 @@ def test_a_job_that_was_resumed_loses_ranks(tmp_path: Path) -> None:
     found = launch.launch(train, str(tmp_path / "deaths"), deaths, again, ranks=2, restarts=2)
     assert len(list((tmp_path / "deaths").iterdir())) == 2
     assert [one[-4:] for one in found] == [one[-4:] for one in expected]
+
+
+def test_a_rank_is_lost_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
+    config = tiny_job(tmp_path, steps=4, reproducible=True, save_every=2, recover=2, output=str(tmp_path / "out"))
+    deaths = (Death(1, 1, "saving"), Death(0, 3, "completing"))
+    (tmp_path / "deaths").mkdir()
+    found = launch.launch(train, str(tmp_path / "deaths"), deaths, config, ranks=2, restarts=2)
+    assert len(list((tmp_path / "deaths").iterdir())) == 2
+    expected = losses(run(TextWorkload(config.with_(recover=0, output=None, save_every=0))))
+    assert found == expected
+    saved = [checkpoint.read_job(tmp_path / "out" / "checkpoints" / f"step-0000000{step}")["step"] for step in (2, 4)]
+    assert saved == [2, 4]
 
 
 def test_arms_that_cannot_recover_are_refused(tmp_path: Path) -> None:
