@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from odc.errors import ConfigError, OdcError, install
 from odc.recovery import Recovery
 from odc.recovery.state import random_states, set_random_states
@@ -44,7 +46,7 @@ def refuse_unrepeatable(trainer: Any, max_tokens: int | None, split: bool) -> No
         "use_seedable_sampler=False": (not args.accelerator_config.use_seedable_sampler, "leave it True"),
         "ignore_data_skip=True": (args.ignore_data_skip, "leave it out"),
         "eval_on_start=True": (args.eval_on_start, "evaluate before train()"),
-        "a reference model": (getattr(trainer, "ref_model", None) is not None, "leave recovery out"),
+        "precompute_ref_log_probs=True": (getattr(args, "precompute_ref_log_probs", False), "leave it out"),
         f"{type(trainer).__name__}, which generates": (hasattr(trainer, "_buffered_inputs"), "leave recovery out"),
         "this transformers": (not all(hasattr(Trainer, name) for name in _LOOP), "use one from 5.10 on"),
     }
@@ -117,7 +119,9 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         if self.first is None:
             self.first = trainer.state.global_step
             optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-            self.recovery.protect(trainer.model, optimizer, first=self.first, loop=self)
+            reference = getattr(trainer, "ref_model", None)  # of TRL's: sharded, too
+            models = [one for one in (trainer.model, reference) if isinstance(one, nn.Module)]
+            self.recovery.protect(models, optimizer, first=self.first, loop=self)
             if self.resumes:
                 raise _GoOn
         if self.kept is not None:

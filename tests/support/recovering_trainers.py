@@ -65,6 +65,27 @@ def finetuning(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -
     return OdcSFTTrainer(dropping(ByteTokenizer.vocab_size), args, settings=SETTINGS, **given, **options)
 
 
+def preferring(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -> Any:
+    """TRL's DPOTrainer with the mixin, and a reference model, which is sharded too."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class OdcDPOTrainer(OdcTrainer, DPOTrainer): ...
+
+    rank = os.environ["RANK"]
+    ByteTokenizer().save(folder / f"tokenizer{rank}")
+    texts = ["a", "on", "two", "four", "seven words and a few more", "nothing", "x" * 40, "end"] * 4
+    rows = [{"prompt": f"{i}: ", "chosen": text, "rejected": text[::-1] + "!"} for i, text in enumerate(texts)]
+    given = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:4])}
+    given["processing_class"] = AutoTokenizer.from_pretrained(folder / f"tokenizer{rank}")
+    args = arguments(folder, DPOConfig, bf16=False, **changes)
+    given["ref_model"] = dropping(ByteTokenizer.vocab_size)
+    return OdcDPOTrainer(dropping(ByteTokenizer.vocab_size), args, settings=SETTINGS, **given, **options)
+
+
 def train(
     folder: str,
     output: str,
