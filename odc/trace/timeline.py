@@ -311,6 +311,7 @@ def _draw_legend(
         handlelength=1.3, handleheight=1.0, columnspacing=1.8, borderpad=0, borderaxespad=0,
     )  # fmt: skip
     uncounted = ["background threads (the thin strip)"] * any(any(panel.background.values()) for panel in panels)
+    uncounted += ["given-up minibatches and recoveries"] * bool(found)
     uncounted += ["time between minibatches (blank)"] * any(len(panel.steps) > 1 for panel in panels)
     lines = ["; ".join(notes), f"not counted: {', '.join(uncounted)}" if uncounted else ""]
     figure.text(

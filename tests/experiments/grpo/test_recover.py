@@ -61,7 +61,7 @@ def train(folder: str, deaths: Collection[Death], config: GrpoConfig, real: bool
 
 def run(folder: Path, config: GrpoConfig, deaths: Sequence[Death] = (), real: bool = False) -> Any:
     folder.mkdir()
-    return launch(train, str(folder), tuple(deaths), config, real, ranks=2, restarts=config.recover)
+    return launch(train, str(folder), tuple(deaths), config, real, ranks=config.ranks, restarts=config.recover)
 
 
 def config(folder: Path, lag: int = 0) -> GrpoConfig:
@@ -105,6 +105,14 @@ def test_a_rollout_process_begins_anew_with_each_generation(lag: int, tmp_path: 
     deaths = [Death(1, 1, "rollout"), Death(0, 2, "forward")]
     undisturbed = run(tmp_path / "none", given, real=True)
     assert_equal(run(tmp_path / "deaths", given, deaths, real=True), undisturbed)
+
+
+@pytest.mark.thorough
+def test_one_of_three_ranks_is_lost_while_the_others_wait_for_samples(tmp_path: Path) -> None:
+    given = config(tmp_path).with_(ranks=3)
+    deaths = [Death(2, 1, "rollout"), Death(1, 2, "rollout"), Death(0, 3, "rollout")]
+    undisturbed = run(tmp_path / "none", given)
+    assert_equal(run(tmp_path / "deaths", given, deaths), undisturbed)
 
 
 def test_arms_that_cannot_recover_are_refused(tmp_path: Path) -> None:
