@@ -55,7 +55,7 @@ MAY_IMPORT = {
     "eval": frozenset({"net"}),
     "fsdp": frozenset({"memory", "movers", "net", "protocol", "runtime", "trace"}),
     "handover": frozenset({"fsdp", "memory", "net", "protocol", "runtime"}),
-    "recovery": frozenset({"fsdp", "memory", "net", "ranks"}),
+    "recovery": frozenset({"fsdp", "memory", "net", "ranks", "runtime", "trace"}),
     "split": frozenset({"balance", "fsdp", "net", "protocol", "runtime", "trace"}),
     "bench": WORK,
     "doctor": frozenset({"fsdp", "memory", "movers", "net", "protocol", "runtime"}),

@@ -85,7 +85,7 @@ def compare(
         record(_compare_over_hosts)(in_folder, folder, path, show)
 
 
-@options_from(GrpoConfig, without=("arm", "balance", "output", "folder", "save_every", "resume"))
+@options_from(GrpoConfig, without=("arm", "balance", "output", "folder", "save_every", "resume", "recover"))
 def compare_grpo(
     given: dict[str, Any],
     arms: Annotated[

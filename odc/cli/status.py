@@ -28,6 +28,9 @@ def status(
     mb: microbatches that the rank has begun in this epoch. in/out MiB: fetched and pushed since the start. slots:
     staging slots of its peers' gradients that its server has yet to add, of how many. waits for: a rank.
 
+    In a job that survives deaths also gen: its generation, and in brackets how often this process has gone back. kept:
+    the newest step whose state the rank has kept.
+
     Ranks of these jobs on other hosts are shown as this host knows them, at most some tenths of a second late.
     """
     from rich.console import Console
@@ -94,23 +97,38 @@ def table(answers: list[RankStatus]) -> Any:
     several = any(len(answer.roots) > 1 for answer in answers)
     queued = any(root.get("queue") is not None for root in roots)
     hosts = any(root.get("hosts", 1) > 1 for root in roots)
-    heads = ["job", *["host"] * hosts, "rank", "pid", *["root"] * several, "epoch", "state", "mb"]
+    survives = any(answer.recovery is not None for answer in answers)
+    heads = ["job", *["host"] * hosts, "rank", "pid", *["gen", "kept"] * survives, *["root"] * several]
+    heads += ["epoch", "state", "mb"]
     heads += [*["claimed"] * queued, "in/out MiB", "slots", "waits for"]
     made = Table(*heads, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     troubles = []
     for answer in answers:
         pid = "-" if answer.elsewhere else str(answer.pid)
-        job, who = str(started_by(answer.pid) or "-"), [str(answer.rank), pid]
+        job, who = str(started_by(answer.pid) or "-"), [str(answer.rank), pid, *_recovery(answer) * survives]
         if answer.error is not None:
             troubles.append(f"rank {answer.rank}, process {answer.pid}: {answer.error}")
         if answer.error is not None or not answer.roots:
             state = "no answer" if answer.error is not None else "no root yet"
+            if answer.recovery is not None and answer.recovery["connecting"]:
+                state = "connecting"
             row = [job, *["-"] * hosts, *who, *["-"] * several, "-", state]
             made.add_row(*row, *["-"] * (len(heads) - len(row)))
         for root in answer.roots:
             host = [str(root.get("host", "-"))] * hosts
-            made.add_row(job, *host, *who, *[root["root"]] * several, *_row(root, queued, digits=0 if hosts else 1))
+            made.add_row(
+                job, *host, *who, *[root["root"]] * several, *_row(root, queued, digits=0 if hosts or survives else 1)
+            )
     return Group(made, *troubles)
+
+
+def _recovery(answer: RankStatus) -> list[str]:
+    """Generation, how often the process has gone back, and the newest kept step."""
+    found = answer.recovery
+    if found is None:
+        return ["-", "-"]
+    times = f" ({found['recoveries']})" if found["recoveries"] else ""
+    return [f"{found['generation']}{times}", "-" if found["kept"] is None else str(found["kept"])]
 
 
 def _row(root: dict[str, Any], queued: bool, digits: int) -> list[str]:

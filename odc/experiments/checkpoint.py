@@ -80,11 +80,11 @@ def save(output: Path, step: int, model: Module, optimizer: Optimizer, job: dict
     return final
 
 
-def load(checkpoint: Path, model: Module, optimizer: Optimizer) -> dict[str, Any]:
+def load(checkpoint: Path, model: Module, optimizer: Optimizer, *, alone: bool = False) -> dict[str, Any]:
     """Fills model, optimizer and this rank's random state from `checkpoint`; returns `read_job`'s result.
 
-    Every rank calls it with a sharded model, outside a minibatch; it meets the other ranks. On another number of ranks
-    than the saved one the random state is left as it is.
+    Every rank calls it with a sharded model, outside a minibatch; it meets the other ranks, unless each loads `alone`.
+    On another number of ranks than the saved one the random state is left as it is.
     """
     job = read_job(checkpoint)
     state = _state(model, optimizer)
@@ -95,7 +95,7 @@ def load(checkpoint: Path, model: Module, optimizer: Optimizer) -> dict[str, Any
         del moments[name]
     random = state["random"] = {key: own for key, own in state["random"].items() if f"random.{key}" in saved}
     try:
-        state_dict_loader.load(state, checkpoint_id=checkpoint)
+        state_dict_loader.load(state, checkpoint_id=checkpoint, no_dist=alone)
     except Exception as error:
         raise CheckpointError(f"cannot load the checkpoint {checkpoint}: {error}") from error
     set_model_state_dict(model, state["model"])

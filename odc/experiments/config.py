@@ -20,6 +20,7 @@ Device = Literal["cpu", "cuda"]
 GrpoArm = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc", "odc-split"]
 Balance = Literal["arm", "verl"]
 Lengths = Literal["model", "drawn"]
+Keep = Literal["host", "buddy"]
 
 #: What a tokenizer may be, if it is not a Hugging Face folder.
 TOKENIZERS = ("auto", "bytes", "bpe")
@@ -112,6 +113,12 @@ class JobConfig:
         default=0,
         metadata=option("Deaths of ranks to survive, each at the price of a step; 0: the first ends it.", _RUNTIME),
     )
+    keep: Keep = field(
+        default="host",
+        metadata=option(
+            "What --recover survives: host (while a rank of each host lives) or buddy (the end of a host).", _RUNTIME
+        ),
+    )
     slow: str | None = field(
         default=None,
         metadata=option(
@@ -146,6 +153,8 @@ class JobConfig:
             raise ConfigError("slow emulates a slower processor; it says nothing about a CUDA device")
         if self.recover and (self.device != "cpu" or self.arm not in ("odc", "odc-equal", "odc-dynamic")):
             raise ConfigError(f"recover is for arms odc, odc-equal and odc-dynamic on the cpu, not {self.arm}")
+        if self.keep == "buddy" and not self.recover:
+            raise ConfigError("keep=buddy is for a job that survives deaths (--recover)")
         self.slowed()
         self._check_nodes()
 
@@ -244,6 +253,10 @@ class GrpoConfig:
     timeout_s: float = field(
         default=600.0, metadata=option("Seconds to wait for a rank or rollout.", "Runtime", "--timeout")
     )
+    recover: int = field(
+        default=0,
+        metadata=option("Deaths of ranks to survive, each at the price of a step; 0: the first ends it.", "Runtime"),
+    )
     spans: str | None = None
     output: str | None = field(default=None, metadata=option("New file that gets one line of JSON a step."))
     folder: str | None = field(
@@ -272,6 +285,8 @@ class GrpoConfig:
             )
         if self.save_every and self.folder is None:
             raise ConfigError("save_every needs a folder for checkpoints (--folder)")
+        if self.recover and self.arm not in ("odc", "odc-equal"):
+            raise ConfigError(f"recover is for arms odc and odc-equal, not {self.arm}")
         if self.balance == "verl" and self.group * (self.prompts // self.minibatches) % self.ranks:
             raise ConfigError("balance verl needs minibatches whose samples divide by the ranks")
 

@@ -21,7 +21,7 @@ from odc.experiments import device as devices
 from odc.experiments.checkpoint import find_checkpoint, load, save
 from odc.experiments.clock import CommonClock
 from odc.experiments.collectives import recorded_stalls
-from odc.experiments.config import threads_per_rank
+from odc.experiments.config import Keep, threads_per_rank
 from odc.experiments.hosts import HostTeam
 from odc.experiments.launch import launch
 from odc.experiments.progress import Progress
@@ -29,7 +29,18 @@ from odc.experiments.results import JobResult, SkippedStep, StepRecord
 from odc.experiments.workload import Workload
 from odc.fsdp import shutdown
 from odc.recovery import Recovery
-from odc.trace import COMPUTE, MICROBATCH, OPTIMIZER, WINDOW, Span, breakdown, rank_file, recorder, save_spans
+from odc.trace import (
+    COMPUTE,
+    MICROBATCH,
+    OPTIMIZER,
+    WINDOW,
+    Span,
+    breakdown,
+    gone_back,
+    rank_file,
+    recorder,
+    save_spans,
+)
 
 _CPU = torch.device("cpu")
 _ALIGN_EVERY = 32  # steps between two measurements of the clocks of other hosts
@@ -64,10 +75,9 @@ def run_rank(workload: Workload[Any]) -> Any:
     job = workload.job
     if not workload.restarts:
         workload.check()  # before the ranks meet, so before any has written
+    backend = devices.backend(workload.device, job.ranks)
     with (
-        rank_group(
-            job.ranks, job.timeout_s, devices.backend(workload.device, job.ranks), workload.restarts
-        ) as recovery,
+        rank_group(job.ranks, job.timeout_s, backend, workload.keep if workload.restarts else None) as recovery,
         closing(Progress(job.steps, workload.title, shown=workload.shown and dist.get_rank() == 0)) as progress,
     ):
         if recovery is not None and recovery.generation == 0:
@@ -77,14 +87,16 @@ def run_rank(workload: Workload[Any]) -> Any:
 
 
 @contextmanager
-def rank_group(ranks: int, timeout_s: float, backend: str = "gloo", restarts: int = 0) -> Iterator[Recovery | None]:
+def rank_group(
+    ranks: int, timeout_s: float, backend: str = "gloo", keep: Keep | None = None
+) -> Iterator[Recovery | None]:
     """The process group of `ranks`, in a process that has the environment of `torchrun`; sets torch's threads.
 
     Every rank enters it. A clean exit waits for every other rank; after an error the group is taken down at once.
-    Where ranks that end are started again, there is a `Recovery`.
+    Where ranks that end are started again there is a `Recovery`, which keeps states as `keep` says.
     """
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
-    with Recovery(rejoin_s=timeout_s) if restarts else nullcontext() as recovery:
+    with nullcontext() if keep is None else Recovery(rejoin_s=timeout_s, keep=keep) as recovery:
         if recovery is None:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         try:
@@ -168,7 +180,7 @@ class RankJob:
     def _step(self, number: int, first: int) -> None:
         """One step, its report, and a checkpoint where one is due."""
         job, done = self.workload.job, number + 1
-        if (number - first) % _ALIGN_EVERY == 0:
+        if self._clock is None or number % _ALIGN_EVERY == 0:
             self.clock.align()
         record = self.trainer.step(number, self._probe if self.held is None else None)
         bubble = self._bubble()
@@ -188,23 +200,33 @@ class RankJob:
     # what is kept, beside model and optimizer, in a job that survives deaths
 
     def state_dict(self) -> dict[str, Any]:
-        return {"trainer": self.trainer.state(), "records": self.records, "skipped": self.skipped}
+        return {
+            "trainer": self.trainer.state(),
+            "records": self.records,
+            "skipped": self.skipped,
+            "spans": self.spans,  # empty unless the job stores them
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.trainer.restore(state["trainer"])
-        self.records, self.skipped, self._clock = state["records"], state["skipped"], None
-        recorder().clear()
+        self.records, self.skipped = state["records"], state["skipped"]
+        self._take_spans()
+        # A new process has those of the one whose place it takes, the others more than were kept.
+        self.spans = gone_back(self.spans or state["spans"], recorder().newest)
+        self._clock = None  # made anew by all ranks
         reported: list[StepRecord | SkippedStep] = [*self.records, *self.skipped]
         done = max((record.step for record in reported), default=0)
         if self.workload.log is not None and self.rank == 0:
             _drop_after(self.workload.log, done)
 
     def _resume(self) -> int:
-        resume, log = self.workload.job.resume, self.workload.log
-        if resume is None:
+        resume, log, recovery = self.workload.job.resume, self.workload.log, self.recovery
+        if resume is None or (recovery is not None and recovery.goes_on):  # then `protect` loads what was kept
             return 0
         self.progress.phase(f"loading {resume}")
-        state = load(find_checkpoint(Path(resume)), self.trainer.model, self.trainer.optimizer)
+        # A process that takes another's place has no rank to load with.
+        alone = recovery is not None
+        state = load(find_checkpoint(Path(resume)), self.trainer.model, self.trainer.optimizer, alone=alone)
         self.trainer.restore(state)
         if log is not None and self.rank == 0:
             _drop_after(log, int(state["step"]))
@@ -225,10 +247,7 @@ class RankJob:
 
         None if a rank's recorder could not hold the whole step.
         """
-        workload, spans = self.workload, self.clock.on_rank_0(recorder().spans())
-        recorder().clear()
-        if workload.job.spans is not None:
-            self.spans += spans
+        workload, spans = self.workload, self._take_spans()
         mine = torch.tensor(_own_windows(self.rank, spans, workload.windows))
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
@@ -236,6 +255,16 @@ class RankJob:
         if not ends.all():
             return None
         return 1.0 - float(busy.double().mean(0).sum()) / float((ends.amax(0) - starts.amin(0)).sum())
+
+    def _take_spans(self) -> list[Span]:
+        """What was recorded since the last call, on the clock of rank 0's host; kept if the job stores it."""
+        spans = recorder().spans()
+        recorder().clear()
+        if self._clock is not None:
+            spans = self._clock.on_rank_0(spans)
+        if self.workload.job.spans is not None:
+            self.spans += spans
+        return spans
 
     def _report(self, record: StepRecord | SkippedStep) -> None:
         if isinstance(record, SkippedStep):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
-from odc.experiments.config import GrpoConfig, JobConfig
+from odc.experiments.config import GrpoConfig, JobConfig, Keep
 from odc.experiments.progress import Progress
 from odc.experiments.results import ArmRun, JobResult, SkippedStep, StepRecord
 from odc.trace import Breakdown, Span
@@ -90,6 +90,7 @@ class Workload(ABC, Generic[C]):
     device = "cpu"
     shown = True  # whether rank 0 shows progress
     restarts = 0  # processes that may be started in place of ranks that have ended
+    keep: Keep = "host"  # where their states are kept
     windows = 1  # minibatches, so marked windows, of one step
     drawn_windows = 2  # in a row, in the picture of a comparison
 

@@ -86,7 +86,7 @@ class Minibatch:
         if self.state is RootState.CLOSED:
             self._open()
         if self.current.window is None:
-            self.current.window = recorder().window(self.epoch)
+            self.current.window = recorder().window(recorder().before + self.epoch)
             self.current.window.__enter__()
 
     def _open(self) -> None:
@@ -253,7 +253,7 @@ class Minibatch:
         self._iteration.reset(self._groups)
         self._set(RootState.FAILED)
         if self.current.window is not None:
-            self.current.window.cancel()
+            self.current.window.__exit__(None, None, None)  # `Recorder.go_back` marks it as given up
 
     def left_unfinished(self) -> str:
         """For the peers of a rank that shuts down now: the failed backward that it has not reported, or nothing."""

@@ -11,6 +11,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import nn
+
 from odc.errors import ConfigError, OdcError, install
 from odc.recovery import Recovery
 from odc.recovery.state import random_states, set_random_states
@@ -29,6 +32,7 @@ _KEPT = "the last kept step"  # in place of a checkpoint's folder; there is no f
 _CHANGED = (
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"),
     *("_initial_num_input_tokens_seen", "current_flos", "_metrics", "_total_train_tokens"),
+    *("_step", "_buffered_inputs", "_current_train_step_time", "_pending_metrics"),  # of those that generate
 )
 
 
@@ -44,8 +48,8 @@ def refuse_unrepeatable(trainer: Any, max_tokens: int | None, split: bool) -> No
         "use_seedable_sampler=False": (not args.accelerator_config.use_seedable_sampler, "leave it True"),
         "ignore_data_skip=True": (args.ignore_data_skip, "leave it out"),
         "eval_on_start=True": (args.eval_on_start, "evaluate before train()"),
-        "a reference model": (getattr(trainer, "ref_model", None) is not None, "leave recovery out"),
-        f"{type(trainer).__name__}, which generates": (hasattr(trainer, "_buffered_inputs"), "leave recovery out"),
+        "precompute_ref_log_probs=True": (getattr(args, "precompute_ref_log_probs", False), "leave it out"),
+        "log_completions=True": (getattr(args, "log_completions", False), "leave it out"),
         "this transformers": (not all(hasattr(Trainer, name) for name in _LOOP), "use one from 5.10 on"),
     }
     for what, (bad, instead) in wrong.items():
@@ -65,6 +69,7 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         self.kept: dict[str, Any] | None = None  # to be put back as soon as the loop has come there
         self.over = False  # the last step is done
         self.first: int | None = None  # the step that the job begins at
+        self.began = 0  # the epoch
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self.trainer
@@ -74,11 +79,12 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
             "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
             "scheduler": trainer.lr_scheduler.state_dict(),
             "over": self.over,
+            "began": self.began,
             "random": random_states(),
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self.kept = kept
+        self.kept, self.began = kept, kept["began"]
 
     def on_step_begin(self, *unused: Any, **given: Any) -> None:
         """The state after the step before: keep it; or put it back, if the loop has just been entered again."""
@@ -115,9 +121,11 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         """Model, optimizer and schedule are there, and the Trainer's state: protect them, at first."""
         trainer = self.trainer
         if self.first is None:
-            self.first = trainer.state.global_step
+            self.first, self.began = trainer.state.global_step, int(trainer.state.epoch or 0)
             optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-            self.recovery.protect(trainer.model, optimizer, first=self.first, loop=self)
+            reference = getattr(trainer, "ref_model", None)  # of TRL's: sharded, too
+            models = [one for one in (trainer.model, reference) if isinstance(one, nn.Module)]
+            self.recovery.protect(models, optimizer, first=self.first, loop=self)
             if self.resumes:
                 raise _GoOn
         if self.kept is not None:
@@ -181,6 +189,15 @@ class RecoveringTrainer(Trainer):  # type: ignore[misc]
                 raise OdcError("a rank has ended before it kept what the checkpoint holds, which all load together")
             again = options | ({"resume_from_checkpoint": _KEPT} if loop.resumes else {})
             self._created_lr_scheduler = False  # the loop would make another one
+
+    def _get_train_sampler(self, *given: Any) -> Any:
+        """As the Trainer's; the order of TRL's sampler depends on the epochs that it has drawn."""
+        sampler: Any = super()._get_train_sampler(*given)
+        kept = None if self._loop is None else self._loop.kept
+        if kept is not None and getattr(sampler, "shuffle", False):
+            for _ in range(int(kept["state"]["epoch"] or 0) - kept["began"]):
+                torch.randperm(sampler.num_samples, generator=sampler.generator)
+        return sampler
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any

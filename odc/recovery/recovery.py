@@ -16,10 +16,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -34,9 +32,11 @@ from odc.recovery.buddy import Buddies
 from odc.recovery.devices import forget_frames, is_of_device, refuse_devices
 from odc.recovery.generations import GenerationOver, Generations
 from odc.recovery.holdings import Holdings
+from odc.recovery.launched import launched_place, launchers_store
 from odc.recovery.members import Agreed, Held, Share
 from odc.recovery.process_group import GenerationGroup, make_group
 from odc.recovery.reshard import FormerLayout
+from odc.recovery.shown import ShownRecovery, TracedPlace
 from odc.recovery.slots import Slots
 from odc.recovery.state import Stateful, TrainingState
 
@@ -82,10 +82,10 @@ class Recovery:
             raise ConfigError(f"keep={keep!r} must be 'host' or 'buddy'")
         if dist.is_initialized():
             raise UnsupportedError("there is a process group already; odc.Recovery() makes it, before anything else")
-        place, places = _place()
+        place, places = launched_place()
         if fewest is not None and not 1 <= fewest <= places:
             raise ConfigError(f"fewest={fewest} must be from 1 to the {places} ranks of the job")
-        self._store = store or _launchers_store(rejoin_s)
+        self._store = store or launchers_store(rejoin_s)
         self.every = every
         self._generations = Generations(self._store, place, places, rejoin_s, fewest)
         self._held = Holdings(self._generations, rejoin_s)
@@ -96,6 +96,7 @@ class Recovery:
         # Decided once: a process that takes a place runs the same program, and finds the same.
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
         self._group = GenerationGroup(self._generations, nccl=False)
+        self._shown = ShownRecovery(self.rank)
         self._agreed = self._meet()
 
     @property
@@ -145,10 +146,11 @@ class Recovery:
         for one in models:
             refuse_groups(one)
             refuse_devices(one, self._device, fewer=self._generations.may_shrink)
-        self._trained = TrainingState(models, optimizers, others)
-        self._first = self.step = first
+        self._trained = TrainingState(models, optimizers, {"odc.trace": TracedPlace(), **others})
+        known = self._generations.first  # a replacement may find a newer checkpoint than the job began with
+        self._first = self.step = first if known is None else known
         if self._agreed is None:
-            self._generations.begin_at(first)
+            self._generations.begin_at(self._first)
             self._keep()
         else:
             with self.repeatable():
@@ -225,6 +227,7 @@ class Recovery:
         self._group.close()
         self._held.close()
         self._generations.close()
+        self._shown.close()
 
     def __enter__(self) -> Recovery:
         return self
@@ -245,6 +248,7 @@ class Recovery:
         tensors, text = self._state.take()
         self._group.settle(tensors)
         self._held.own.write(self.step, tensors, text)
+        self._shown.kept(self.step)
         if self._buddies is not None:
             self._buddies.keep(self.step)
 
@@ -255,6 +259,7 @@ class Recovery:
             return
         self._held.own.forget_after(agreed.step)
         self._state.put(*self._held.own.read(agreed.step))
+        self._shown.gone_back(agreed.step)
         if self._buddies is not None:
             self._buddies.keep(agreed.step)
 
@@ -274,6 +279,7 @@ class Recovery:
         if self._buddies is not None:
             self._buddies.begin(agreed)
         self._keep()
+        self._shown.gone_back(self.step)
         if self._buddies is not None:
             self._buddies.settle()
         self._generations.ready("divided", Held([]))  # from here on the former layout is not needed
@@ -299,8 +305,10 @@ class Recovery:
         """Whether the end of another rank is behind an error, and not a mistake in this one."""
         if is_of_device(error):
             return False
-        if isinstance(error, OdcError):
-            return isinstance(error, PeerLostError) and error.culprit not in (None, self.rank)
+        if isinstance(error, PeerLostError):
+            return error.culprit not in (None, self.rank)
+        if isinstance(error, OdcError) and not isinstance(error.__cause__, RuntimeError):  # as a failed save has
+            return False
         return self._loss_shows()  # torch's collectives fail at once, before anything else shows why
 
     def _loss_shows(self) -> bool:
@@ -317,6 +325,7 @@ class Recovery:
     def _recover(self, reason: str, culprit: int) -> None:
         """Meet again and go back to the newest step that every rank has kept."""
         self.recoveries += 1
+        self._shown.lost(reason, culprit)
         _log.warning("rank %d goes back to the last kept step: %s", self.rank, reason)
         if self._buddies is not None:
             self._buddies.close()
@@ -341,7 +350,8 @@ class Recovery:
         """Enter a generation, with a process group; what all go back to, None at the beginning."""
         while True:
             try:
-                agreed = self._generations.enter(self._held.shown)
+                with self._shown.answering(lambda: self.rank):
+                    agreed = self._generations.enter(self._held.shown)
                 self._refuse_hosts()
                 self._held.take_own()
                 self._group = make_group(self._store, self._generations, self._device)
@@ -351,6 +361,7 @@ class Recovery:
                 if self._buddies is not None and (agreed is None or agreed.layout == self._held.own_share.layout):
                     self._buddies.begin(agreed)
                 self._held.start_keeper()
+                self._shown.met(self.generation)
                 return agreed
             except GenerationOver:
                 pass
@@ -365,25 +376,3 @@ class Recovery:
             self._group.close()
             if dist.is_initialized():
                 leave_generation([], "its ranks meet anew", self.rank)
-
-
-def _place() -> tuple[int, int]:
-    try:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"odc.Recovery needs torchrun's variables RANK and WORLD_SIZE ({error})") from error
-
-
-def _launchers_store(timeout_s: float) -> Any:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UnsupportedError(
-            "rank 0 would host the job's store, which ends with it: start the ranks by a launcher that hosts it "
-            "(torchrun, odc train), start one by `python -m odc.recovery.store` (docs/launchers.md), or give "
-            "odc.Recovery(store=...) one that outlives every rank"
-        )
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    except (KeyError, ValueError) as error:
-        raise ConfigError(f"odc.Recovery needs torchrun's variables MASTER_ADDR and MASTER_PORT ({error})") from error
-    stores: Any = dist
-    return stores.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))

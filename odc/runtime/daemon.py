@@ -30,6 +30,8 @@ from odc.runtime.shutdown import ReleaseQueue
 from odc.settings import Settings
 
 LISTENER_PREFIX = "odc."
+#: What else this process answers to `odc status`, by name; values are replaced, never changed.
+process_status: dict[str, Any] = {}
 _ADDRESS = re.compile(r"(?P<rank>\d+)\.(?P<pid>\d+)\.\w+")  # after the prefix and the user
 
 
@@ -215,7 +217,7 @@ class Daemon:
     def _answer(self, request: dict[str, Any], peer: PeerCredentials) -> tuple[dict[str, Any], Sequence[int]]:
         if request.get("op") == "status":
             services = [service.status() for service in list(self._services.values())]
-            return {"rank": self.rank, "pid": self.pid, "roots": services}, ()
+            return {"rank": self.rank, "pid": self.pid, "roots": services, **process_status}, ()
         service = self._services.get(str(request.get("root")))
         if request.get("op") not in ("attach", "read") or service is None:
             return {"error": f"no root {request.get('root')!r} here"}, ()
@@ -274,6 +276,9 @@ def report_to_hosts(reason: str, culprit: int) -> None:
 class RankStatus:
     """What is known of one rank: `roots` as in `Service.status`; `error` instead if it did not answer.
 
+    `recovery`, where the job uses `odc.Recovery`, has the rank's generation, how often it has gone back (`recoveries`),
+    the newest step that it has kept, and whether it waits to meet the others (`connecting`).
+
     Of a rank `elsewhere`, on another host, `pid` is that of the rank here with its index, which receives it.
     """
 
@@ -282,6 +287,7 @@ class RankStatus:
     roots: list[dict[str, Any]]
     error: str | None = None
     elsewhere: bool = False
+    recovery: dict[str, Any] | None = None
 
 
 def ask_all(timeout_s: float = 2.0) -> list[RankStatus]:
@@ -299,17 +305,17 @@ def ask_all(timeout_s: float = 2.0) -> list[RankStatus]:
         rank, pid = int(named["rank"]), int(named["pid"])
         try:
             answer = ask(address, {"op": "status"}, timeout_s)
-            found += _answered(rank, pid, list(answer.reply["roots"]))
+            found += _answered(rank, pid, list(answer.reply["roots"]), answer.reply.get("recovery"))
         except (OSError, KeyError, TypeError) as error:  # no answer, or not one of odc's
             found.append(RankStatus(rank, pid, [], f"{type(error).__name__}: {error}"))
     return sorted(found, key=lambda status: (status.rank, status.pid))
 
 
-def _answered(rank: int, pid: int, roots: list[dict[str, Any]]) -> list[RankStatus]:
+def _answered(rank: int, pid: int, roots: list[dict[str, Any]], recovery: dict[str, Any] | None) -> list[RankStatus]:
     """The rank that answers, and those on other hosts that it knows of."""
     others: dict[int, list[dict[str, Any]]] = {}
     for root in roots:
         for other in root.pop("others", ()):
             others.setdefault(int(other["rank"]), []).append({"root": root["root"], "hosts": root["hosts"], **other})
     remote = [RankStatus(other, pid, own, elsewhere=True) for other, own in others.items()]
-    return [RankStatus(rank, pid, roots), *remote]
+    return [RankStatus(rank, pid, roots, recovery=recovery), *remote]

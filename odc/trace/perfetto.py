@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from odc.trace.cover import cover, marked_epochs
-from odc.trace.spans import COMPUTE, IDLE, MAIN, MICROBATCH, WAIT, WINDOW, Span
+from odc.trace.spans import COMPUTE, IDLE, MAIN, MICROBATCH, RECOVERIES, WAIT, WINDOW, Span
 
 _FORMAT = "odc-trace-1"
 _ROWS_A_RANK = 1000  # Perfetto wants thread numbers that are unique over all ranks
@@ -126,6 +126,8 @@ def _title(span: Span) -> str:
         return f"minibatch {span.epoch}"
     if span.category == MICROBATCH:
         return span.unit or f"microbatch {span.microbatch}"
+    if span.category in RECOVERIES:
+        return f"{span.category}: {span.unit}"
     if span.category == WAIT and span.peer >= 0:
         return f"wait for rank {span.peer}"
     return f"{span.category} {span.unit}".rstrip()

@@ -19,7 +19,7 @@ from itertools import count
 from typing import Final
 
 from odc.trace.device_clock import DeviceClock
-from odc.trace.spans import MAIN, MARKS, MICROBATCH, NO_PEER, WINDOW, Span
+from odc.trace.spans import MAIN, MARKS, MICROBATCH, NO_PEER, WINDOW, Span, gone_back
 
 _clock: Final = time.monotonic_ns
 
@@ -31,13 +31,18 @@ class Recorder:
 
     Only the training thread may call `window` and `microbatch`, because they mark where it is; any thread may call the
     others. Without `enabled`, `add` returns at once; the marks still keep `epoch` and `microbatch_index` up to date.
+
+    Attributes:
+        newest: number of the last minibatch that has ended; -1 before the first.
+        before: minibatches that were done before the sharded roots of this process were built; 0 without recoveries.
     """
 
     def __init__(self, rank: int = 0, *, enabled: bool = True, capacity: int = CAPACITY) -> None:
         if capacity < 1:
             raise ValueError(f"a recorder's capacity must be at least one span, not {capacity!r}")
         self.rank, self.enabled = rank, enabled
-        self.epoch = self.microbatch_index = -1
+        self.epoch = self.microbatch_index = self.newest = -1
+        self.before = 0
         self._spans: deque[tuple[str, str, int, int, int, int, str, int, int]] = deque(maxlen=capacity)
         # Counts appended spans and its own reads: `next` is atomic under the interpreter lock, `+= 1` is not.
         self._appended = count().__next__
@@ -126,6 +131,15 @@ class Recorder:
         cut = next((span.epoch for span in kept if span.lane == MAIN), None)
         return [span for span in kept if span.epoch != cut or span.category not in MARKS]
 
+    def go_back(self, epoch: int) -> None:
+        """What came after minibatch `epoch`, the `newest` when a state was kept, is given up and will be done again.
+
+        Only while no other thread records: between two generations of a job (docs/recovery.md).
+        """
+        kept = gone_back((Span._make(span) for span in self._spans), epoch)
+        self._spans = deque(kept, maxlen=self._spans.maxlen)
+        self.newest, self.before = epoch, max(0, epoch)
+
     def clear(self) -> None:
         """Forget all spans and the count of dropped ones; `epoch`, `microbatch_index` and open marks stay.
 
@@ -189,6 +203,8 @@ class Mark:
         if recorder._depth[self._kind] == 0:
             if record:
                 recorder.add(self._kind, self._start, unit=self._unit)
+                if self._kind == WINDOW:
+                    recorder.newest = self._number
             if self._kind == MICROBATCH:
                 recorder.microbatch_index = -1
 

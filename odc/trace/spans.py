@@ -33,6 +33,13 @@ MICROBATCH: Final = "microbatch"
 #: finish. MICROBATCH: one forward and backward.
 MARKS: Final = (WINDOW, MICROBATCH)
 
+RECOVERY: Final = "recovery"
+GIVEN_UP: Final = "given up"
+#: What a rank spent on deaths of others, and in a new process on its own, on the lane RECOVERY. RECOVERY: from the loss
+#: until the ranks have met and gone back; `unit` says where to and why, `peer` is the rank that was lost. GIVEN_UP: a
+#: minibatch of which nothing counts, because it was done again.
+RECOVERIES: Final = (GIVEN_UP, RECOVERY)
+
 _PIECE: Final = "piece of sample "
 MAIN: Final = "main"
 
@@ -50,7 +57,7 @@ class Span(NamedTuple):
     """What a rank did from `start_ns` up to `end_ns`, in nanoseconds on one clock of the host (`time.monotonic_ns`).
 
     Args:
-        category: one of CATEGORIES or MARKS.
+        category: one of CATEGORIES, MARKS or RECOVERIES.
         lane: the thread it ran on, "main" for the training thread.
         epoch: number of the minibatch; -1 before the first.
         microbatch: index of the microbatch within the rank's minibatch; -1 outside of one.
@@ -79,6 +86,16 @@ def piece_of(sample: int) -> str:
 def is_piece(span: Span) -> bool:
     """Whether a mark, or the compute derived from it, is that of a piece of a split sample."""
     return span.unit.startswith(_PIECE)
+
+
+def gone_back(spans: Iterable[Span], epoch: int) -> list[Span]:
+    """The spans of a rank that has gone back to the end of minibatch `epoch`: later ones are marked as given up."""
+    return [
+        span._replace(category=GIVEN_UP, lane=RECOVERY, unit=f"minibatch {span.epoch}")
+        if span.category == WINDOW and span.epoch > epoch
+        else span
+        for span in spans
+    ]
 
 
 def rank_file(folder: str | os.PathLike[str], rank: int) -> Path:

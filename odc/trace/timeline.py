@@ -4,7 +4,7 @@ Every panel starts at 0 and all share one scale, so a shorter panel *is* a faste
 end on one vertical line. Rows of a host stand together, where there are several. A row's upper band is the training
 thread, as the breakdown counts it; the thin strip below it shows the background lanes, which are not counted. The
 colours differ in lightness as well as in hue, so that colour-blind readers can distinguish them. Nothing global of
-matplotlib is used: any thread of a job may draw.
+matplotlib is used: any thread of a job may draw. Between minibatches a row is blank, except for what a death has cost.
 """
 
 from __future__ import annotations
@@ -17,7 +17,21 @@ from typing import TYPE_CHECKING, Any, Final
 from odc.errors import OdcError, TraceError, install
 from odc.trace.breakdown import Breakdown, breakdown, own_steps
 from odc.trace.cover import cover, marked_epochs
-from odc.trace.spans import COMPUTE, FETCH, IDLE, MAIN, MARKS, MICROBATCH, OPTIMIZER, PUSH, WAIT, Span, is_piece
+from odc.trace.spans import (
+    COMPUTE,
+    FETCH,
+    GIVEN_UP,
+    IDLE,
+    MAIN,
+    MICROBATCH,
+    OPTIMIZER,
+    PUSH,
+    RECOVERIES,
+    RECOVERY,
+    WAIT,
+    Span,
+    is_piece,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +45,8 @@ COLOURS: Final[Mapping[str, str]] = {
     WAIT: "#d8431f",
     IDLE: "#eceef0",
 }
+#: Of what a death costs, between minibatches.
+RECOVERY_COLOURS: Final[Mapping[str, str]] = {GIVEN_UP: "#c9b7a5", RECOVERY: "#3a3a3a"}
 #: Of the pieces of split samples, a colour a sample.
 PIECE_COLOURS: Final = ("#8e63b8", "#c78bc9", "#5b3f8c", "#e0b3dd", "#a2478f")
 _SHADES: Final = (COLOURS[COMPUTE], "#8db3d8")  # of compute, alternating
@@ -57,6 +73,7 @@ class _Panel:
     starts: Mapping[int, Sequence[int]]  # of microbatches
     split: Mapping[tuple[int, str], str]  # colour by epoch and unit of a split sample
     background: Mapping[int, Sequence[Span]]
+    recoveries: Mapping[int, Sequence[Span]]
     rows: Mapping[int, float]  # where each rank's row lies, from the top, in rows
     hosts: Mapping[int, int]  # of each rank; empty where there is one host
 
@@ -150,7 +167,7 @@ def _prepare(
     if not drawn:
         raise TraceError(f"{title}: all ranks recorded none of the requested minibatches")
     marked = marked_epochs(spans_by_rank)
-    pieces, starts, background = {}, {}, {}
+    pieces, starts, background, recoveries = {}, {}, {}, {}
     split: dict[tuple[int, str], str] = {}
     for rank, spans in sorted(spans_by_rank.items()):
         steps = own_steps(spans)
@@ -161,11 +178,13 @@ def _prepare(
         starts[rank] = [span.start_ns for span in _clip(inside, windows) if span.category == MICROBATCH]
         for span in (span for span in pieces[rank] if span.category == COMPUTE and is_piece(span)):
             split.setdefault((span.epoch, span.unit), PIECE_COLOURS[len(split) % len(PIECE_COLOURS)])
-        background[rank] = _clip((span for span in inside if span.lane != MAIN and span.category not in MARKS), whole)
+        background[rank] = _clip((span for span in inside if span.lane != MAIN and span.category in COLOURS), whole)
+        between = (span for span in inside if span.category in RECOVERIES)
+        recoveries[rank] = _clip(between, [(whole[0][0], whole[-1][1])])
     origin, end = min(step.start_ns for step in drawn), max(step.end_ns for step in drawn)
     brackets = tuple((step.epoch, step.start_ns, step.end_ns) for step in drawn)
     rows = _rows(spans_by_rank, hosts)
-    return _Panel(title, figures, origin, end, brackets, pieces, starts, split, background, rows, hosts)
+    return _Panel(title, figures, origin, end, brackets, pieces, starts, split, background, recoveries, rows, hosts)
 
 
 def _rows(ranks: Iterable[int], hosts: Mapping[int, int]) -> dict[int, float]:
@@ -204,6 +223,8 @@ def _draw_rows(axes: Axes, panel: _Panel, scale: float, shades: Sequence[str]) -
             shade = panel.split.get((piece.epoch, piece.unit), shade)
             colour = shade if piece.category == COMPUTE else COLOURS[piece.category]
             add(colour, piece.start_ns, piece.end_ns, row + top, height)
+        for span in panel.recoveries[rank]:
+            add(RECOVERY_COLOURS[span.category], span.start_ns, span.end_ns, row + top, height)
         for span in panel.background[rank]:
             add(COLOURS[span.category], span.start_ns, span.end_ns, row + 0.26, 0.14)
     for colour, boxes in bars.items():
@@ -279,12 +300,18 @@ def _draw_legend(
         if category != COMPUTE:
             handles.append(Patch(facecolor=colour))
             labels.append(category)
+    found = {span.category for panel in panels for spans in panel.recoveries.values() for span in spans}
+    for category in RECOVERIES:
+        if category in found:
+            handles.append(Patch(facecolor=RECOVERY_COLOURS[category]))
+            labels.append(category)
     figure.legend(
         handles, labels, loc="upper left", bbox_to_anchor=(left / _WIDTH, 1 - 0.16 / height), ncols=len(handles),
         handler_map={tuple: HandlerTuple(None, pad=0.0)}, frameon=False, fontsize=11, labelcolor=_INK,
         handlelength=1.3, handleheight=1.0, columnspacing=1.8, borderpad=0, borderaxespad=0,
     )  # fmt: skip
     uncounted = ["background threads (the thin strip)"] * any(any(panel.background.values()) for panel in panels)
+    uncounted += ["given-up minibatches and recoveries"] * bool(found)
     uncounted += ["time between minibatches (blank)"] * any(len(panel.steps) > 1 for panel in panels)
     lines = ["; ".join(notes), f"not counted: {', '.join(uncounted)}" if uncounted else ""]
     figure.text(

@@ -83,6 +83,21 @@ def test_columns_that_say_something_are_added(
     assert "rank 2, process 4190001: TimeoutError: silent" in printed
 
 
+def test_generations_are_shown_where_a_job_survives_deaths(
+    answers: list[RankStatus], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = {"generation": 3, "recoveries": 2, "kept": 12344, "connecting": False}
+    new = {"generation": 3, "recoveries": 0, "kept": None, "connecting": True}
+    found = root(epoch=345, waits_in_epoch=345)
+    answers[:] = [RankStatus(0, MINE, [found], recovery=shown), RankStatus(1, MINE, [], recovery=new)]
+    assert call() == 0
+    head, met, connecting = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert " ".join(head.split()) == "job rank pid gen kept epoch state mb in/out MiB slots waits for"
+    expected = f"{os.getppid()} 0 {MINE} 3 (2) 12344 345 finishing 12 98765/98765 12/64 1 (epoch 345)"
+    assert " ".join(met.split()) == expected
+    assert " ".join(connecting.split()) == f"{os.getppid()} 1 {MINE} 3 - - connecting - - - -"
+
+
 def test_a_job_is_chosen(answers: list[RankStatus], capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--json", "--job", str(os.getppid())) == 0
     assert [(one["job"], one["pid"]) for one in json.loads(capsys.readouterr().out)] == [(os.getppid(), MINE)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,8 +78,11 @@ def test_a_callback_counts_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl and peft: make test-integrations")
-def test_a_trainer_of_trl_goes_on(tmp_path: Path) -> None:
-    deaths, options = [Death(1, 2, "second forward"), Death(0, 5, "step")], {"made": recovering_trainers.finetuning}
+@pytest.mark.parametrize(
+    "made", [recovering_trainers.finetuning, recovering_trainers.preferring, recovering_trainers.growing]
+)
+def test_a_trainer_of_trl_goes_on(made: Callable[..., Any], tmp_path: Path) -> None:
+    deaths, options = [Death(1, 3, "second forward"), Death(0, 5, "step")], {"made": made}
     found = run(tmp_path, deaths, **options)
     survived(tmp_path, deaths, found, run(tmp_path / "undisturbed", **options))
 
@@ -95,8 +99,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "ignore_data_skip=True": {"ignore_data_skip": True},
     "use_seedable_sampler=False": {"accelerator_config": SimpleNamespace(use_seedable_sampler=False)},
     "a dataset without a length": {},
-    "a reference model": {},
-    "SimpleNamespace, which generates": {},
+    "precompute_ref_log_probs=True": {"precompute_ref_log_probs": True},
+    "log_completions=True": {"log_completions": True},
     "split=True": {},
 }
 
@@ -110,9 +114,5 @@ def test_what_cannot_be_done_again_is_refused(what: str) -> None:
     trainer = SimpleNamespace(args=SimpleNamespace(**args), train_dataset=[])
     if what == "a dataset without a length":
         trainer.train_dataset = iter([])
-    elif what == "a reference model":
-        trainer.ref_model = object()
-    elif what == "SimpleNamespace, which generates":
-        trainer._buffered_inputs = None
     with pytest.raises(ConfigError, match=f"cannot apply recovery with {what}: "):
         refuse_unrepeatable(trainer, None, what == "split=True")

@@ -28,6 +28,7 @@ from odc.recovery import process_group
 from odc.recovery.generations import Generations
 from odc.recovery.slots import StateSlot
 from odc.recovery.state import TrainingState, random_states
+from odc.trace import recorder
 from support.device import own_device
 
 STEPS, WIDTH = 8, 16
@@ -192,6 +193,7 @@ def train(
             "seen": counter.seen,
             "held": held,
             "recoveries": recovery.recoveries,
+            "spans": recorder().spans(),
         }
 
 

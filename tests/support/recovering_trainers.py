@@ -65,6 +65,50 @@ def finetuning(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -
     return OdcSFTTrainer(dropping(ByteTokenizer.vocab_size), args, settings=SETTINGS, **given, **options)
 
 
+def preferring(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -> Any:
+    """TRL's DPOTrainer with the mixin, and a reference model, which is sharded too."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class OdcDPOTrainer(OdcTrainer, DPOTrainer): ...
+
+    rank = os.environ["RANK"]
+    ByteTokenizer().save(folder / f"tokenizer{rank}")
+    texts = ["a", "on", "two", "four", "seven words and a few more", "nothing", "x" * 40, "end"] * 4
+    rows = [{"prompt": f"{i}: ", "chosen": text, "rejected": text[::-1] + "!"} for i, text in enumerate(texts)]
+    given = {"train_dataset": Dataset.from_list(rows), "eval_dataset": Dataset.from_list(rows[:4])}
+    given["processing_class"] = AutoTokenizer.from_pretrained(folder / f"tokenizer{rank}")
+    args = arguments(folder, DPOConfig, bf16=False, **changes)
+    given["ref_model"] = dropping(ByteTokenizer.vocab_size)
+    return OdcDPOTrainer(dropping(ByteTokenizer.vocab_size), args, settings=SETTINGS, **given, **options)
+
+
+def growing(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -> Any:
+    """TRL's GRPOTrainer with the mixin: two optimizer steps on what it generates, two epochs."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class OdcGRPOTrainer(OdcTrainer, GRPOTrainer): ...
+
+    def reward(completion_ids: list[list[int]], **unused: Any) -> list[float]:
+        return [sum(token % 2 for token in ids) / len(ids) - 0.01 * len(ids) for ids in completion_ids]
+
+    rank = os.environ["RANK"]
+    ByteTokenizer().save(folder / f"tokenizer{rank}")
+    given: dict[str, Any] = {"train_dataset": Dataset.from_list([{"prompt": f"{i}: " * (i % 3 + 1)} for i in range(8)])}
+    given["processing_class"] = AutoTokenizer.from_pretrained(folder / f"tokenizer{rank}")
+    changes = changes | {"num_generations": 2, "max_completion_length": 8, "num_iterations": 2, "eval_strategy": "no"}
+    args = arguments(folder, GRPOConfig, bf16=False, **changes)
+    net = dropping(ByteTokenizer.vocab_size)
+    return OdcGRPOTrainer(net, args, reward_funcs=reward, settings=SETTINGS, **given, **options)
+
+
 def train(
     folder: str,
     output: str,
@@ -115,7 +159,7 @@ def train(
     fate.watch(Generations, "finish", "finish")
     fate.watch(odc.Recovery, "protect", "building")
     loss = trainer.train(resume_from_checkpoint=resume).training_loss
-    times = ("runtime", "per_second")
+    times = ("runtime", "per_second", "step_time")
     history = [
         {name: value for name, value in one.items() if not name.endswith(times)} for one in trainer.state.log_history
     ]

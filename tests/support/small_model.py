@@ -53,7 +53,7 @@ class RolloutHere(contextlib.AbstractContextManager["RolloutHere"]):
         read = self.answer["version"]
         assert read in (None, at_least), f"asked for version {at_least} or newer, and {read} is the newest there is"
 
-    def collect(self) -> tuple[int | None, list[Response]]:
+    def collect(self, check: object = None) -> tuple[int | None, list[Response]]:
         return self.answer["version"], self.answer["responses"]
 
     def __exit__(self, *unused: object) -> None:

@@ -12,15 +12,17 @@ from odc.errors import OdcError, TraceError
 from odc.trace import (
     COMPUTE,
     FETCH,
+    GIVEN_UP,
     MICROBATCH,
     OPTIMIZER,
+    RECOVERY,
     WAIT,
     WINDOW,
     Span,
     draw,
     piece_of,
 )
-from odc.trace.timeline import COLOURS, PIECE_COLOURS
+from odc.trace.timeline import COLOURS, PIECE_COLOURS, RECOVERY_COLOURS
 
 MS = 1_000_000
 
@@ -48,6 +50,23 @@ def share(path, category):
     pixels = np.round(imread(path)[..., :3] * 255).astype(int)
     colour = [int(COLOURS.get(category, category)[at : at + 2], 16) for at in (1, 3, 5)]
     return float((pixels == colour).all(axis=-1).mean())
+
+
+def test_recoveries_can_be_seen(tmp_path):
+    spans = trace(2, waits=False)
+    draw(tmp_path / "without.png", [("without", spans)])
+    for rank, mine in spans.items():
+        mine[:] = [span for span in mine if span.epoch < 2] + [
+            span._replace(start_ns=span.start_ns + 60 * MS, end_ns=span.end_ns + 60 * MS)
+            for span in mine
+            if span.epoch == 2
+        ]
+        mine.append(Span(GIVEN_UP, RECOVERY, 200 * MS, 220 * MS, 2, unit="minibatch 2"))
+        mine.append(Span(RECOVERY, RECOVERY, 220 * MS, 250 * MS, 1, unit="generation 1", peer=1 - rank))
+    draw(tmp_path / "with.png", [("with", spans)])
+    for category in (GIVEN_UP, RECOVERY):
+        assert share(tmp_path / "without.png", RECOVERY_COLOURS[category]) == 0
+        assert share(tmp_path / "with.png", RECOVERY_COLOURS[category]) > 0.01
 
 
 def test_waits_can_be_seen(tmp_path):

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from odc import handover
-from odc.errors import DataError, OdcError, WaitTimeoutError
+from odc.errors import DataError, OdcError, PeerLostError, WaitTimeoutError
 from odc.experiments.config import GrpoConfig
 from odc.experiments.grpo.samples import Response, Sample, Task
+from odc.fsdp import root_of
 
 _POLL_S = 0.2
 
@@ -67,13 +68,15 @@ class Rollout:
         sent = {name: tensor.numpy() for name, tensor in weights.items()} if weights is not None else {}
         self._send({"step": step, "prompts": prompts, "at_least": at_least, "weights": sent})
 
-    def collect(self) -> tuple[int | None, list[Response]]:
+    def collect(self, check: Callable[[], object] = lambda: None) -> tuple[int | None, list[Response]]:
         """The version that was read (None: sent), and the responses, prompt after prompt.
 
-        Raises RolloutError if the process failed or was killed, WaitTimeoutError if it did not answer in `timeout_s`.
+        Raises RolloutError if the process failed or was killed, PeerLostError if it could not read a rank that is gone,
+        WaitTimeoutError if it did not answer in `timeout_s`, and what `check` does, which is called now and then.
         """
         deadline = time.monotonic() + self._timeout_s
         while not self._channel.poll(_POLL_S):
+            check()
             if self._process.poll() is not None and not self._channel.poll(0):
                 raise RolloutError(f"the rollout process ended with code {self._process.returncode}")
             if time.monotonic() > deadline:
@@ -82,6 +85,8 @@ class Rollout:
             answer: dict[str, Any] = self._channel.recv()
         except (EOFError, ConnectionResetError):
             raise RolloutError(f"the rollout process ended with code {self._process.wait()}") from None
+        if answer.get("lost") is not None:
+            raise PeerLostError(f"the rollout process failed: {answer['error']}", culprit=answer["lost"])
         if "error" in answer:
             raise RolloutError(f"the rollout process failed: {answer['error']}\n{answer['traceback']}")
         return answer["version"], answer["responses"]
@@ -106,32 +111,38 @@ class Rollout:
 
 
 class SampleFeed:
-    """Weights out, samples in. On every rank; rank 0 has the rollout process.
+    """Weights out, samples in, in one generation of the job. On every rank; rank 0 has the rollout process.
 
-    `model` is sharded and has the weights of step `first`, the first that samples are wanted for; `held` is what `hold`
-    returned for that step, of a job that is resumed.
+    `model` is sharded. `held` and `newest` are what `hold` returned and the last version that was asked for, in the
+    same job before: of a checkpoint, or of the generation before. All ranks make one together.
     """
 
-    def __init__(self, config: GrpoConfig, task: Task, model: Any, first: int, held: dict[str, Any] | None) -> None:
+    def __init__(
+        self, config: GrpoConfig, task: Task, model: Any, held: dict[str, Any] | None = None, newest: int | None = None
+    ) -> None:
         self._config, self._task, self._model = config, task, model
         self._held = (held["version"], [Sample(**fields) for fields in held["samples"]]) if held is not None else None
+        self._asked: int | None = None  # the step whose samples are being drawn
+        self.newest = newest
+        # Versions count on: the first to be asked for is 2 in new heaps, and follows upon the last step's updates.
+        self._before = 0 if newest is None else newest + config.minibatches - 2
         self._rollout: Rollout | None = None
         self._ending = contextlib.ExitStack()
-        # A group of its own, whose ranks may wait as long as a rollout may take.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
-        self._ending.callback(dist.destroy_process_group, self._group)
+        self._group: dist.ProcessGroup | None = None
+        if not config.recover:  # whose process group waits long, and is connected already
+            # A group of its own, whose ranks may wait as long as a rollout may take.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+            self._ending.callback(dist.destroy_process_group, self._group)
         text = self._first_handle()
         if dist.get_rank() == 0:
             self._rollout = self._ending.enter_context(Rollout(config, task.stop_ids, text))
-        if config.lag and self._held is None:
-            self._ask(first)
 
     def close(self) -> None:
         self._ending.close()
 
     def samples(self, step: int) -> tuple[int | None, list[Sample]]:
         """A step's samples, the same on every rank, and the version that drew them; sends the weights off before."""
-        if not self._config.lag:
+        if self._held is None and self._asked != step:
             self._ask(step)
         version, samples = self._held or self._collected(step)
         self._held = None
@@ -155,10 +166,13 @@ class SampleFeed:
     def _ask(self, step: int) -> None:
         """Publish the weights, or gather and send them, and ask for responses; waits for no rollout."""
         config, prompts = self._config, self._task.prompts(step)
+        self._asked = step
         if config.on_demand:
             self._model.publish()
+            version = handover.version(self._model)
+            self.newest = self._before + version
             if self._rollout is not None:
-                self._rollout.ask(step, prompts, at_least=handover.version(self._model))
+                self._rollout.ask(step, prompts, at_least=version)
             return
         whole = {name: value.full_tensor() for name, value in self._model.state_dict().items()}
         if self._rollout is not None:
@@ -170,9 +184,14 @@ class SampleFeed:
         version, samples = collected[0]
         return version, samples
 
+    def _check(self) -> None:
+        """PeerLostError if a rank is lost while the others wait for a rollout."""
+        root_of(self._model).minibatch.absent(None, "waiting for a rollout")
+
     def _collect(self, step: int) -> tuple[int | None, list[Sample]]:
         assert self._rollout is not None
-        version, responses = self._rollout.collect()
+        version, responses = self._rollout.collect(self._check if self._config.on_demand else lambda: None)
+        version = version and self._before + version
         prompts, group, samples = self._task.prompts(step), self._config.group, []
         for number, response in enumerate(responses):
             prompt = prompts[number // group]

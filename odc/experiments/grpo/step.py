@@ -106,7 +106,7 @@ class GrpoTrainer(Trainer):
         self.cost = cost_from_config(fields)
         self.task = task or UpperHalf(fields["vocab_size"], config.prompts, config.prompt_tokens, config.seed)
         self.done = 0  # optimizer steps
-        self._held: dict[str, Any] | None = None
+        self._before: dict[str, Any] = {"samples": None, "version": None}  # when this rank last had no feed
 
     def check(self) -> None:
         check_documents_once(causal_config(model_source(self.config.model)), self.config.longest)
@@ -122,17 +122,17 @@ class GrpoTrainer(Trainer):
         )
 
     def state(self) -> dict[str, Any]:
-        assert self.feed is not None
-        return {"samples": self.feed.hold(self.done // self.config.minibatches)}
+        if self.feed is None:
+            return self._before
+        return {"samples": self.feed.hold(self.done // self.config.minibatches), "version": self.feed.newest}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self._held = state["samples"]
+        self._before = state
+        self.close()
 
     def start(self, first: int) -> None:
-        self.done = first * self.config.minibatches
         if self.splitter is not None:
             self.splitter.prepare()
-        self.feed = SampleFeed(self.config, self.task, self.model, first, self._held)
 
     def finish(self) -> None:
         if self.splitter is not None:
@@ -141,12 +141,16 @@ class GrpoTrainer(Trainer):
     def close(self) -> None:
         if self.feed is not None:
             self.feed.close()
+            self.feed = None
 
     def result(self, measured: JobResult[Any]) -> GrpoResult:
         return GrpoResult(**vars(measured))
 
     def step(self, number: int, between: Callable[[], None] | None = None) -> GrpoStep:
-        assert self.feed is not None
+        if self.feed is None:  # the ranks meet for it, so again after a recovery
+            held, newest = self._before["samples"], self._before.get("version")
+            self.feed = SampleFeed(self.config, self.task, self.model, held, newest)
+        self.done = number * self.config.minibatches
         began = time.perf_counter()
         version, samples = self.feed.samples(number)
         waited = time.perf_counter() - began
@@ -278,7 +282,7 @@ class GrpoWorkload(Workload[GrpoConfig]):
 
     def __init__(self, config: GrpoConfig, task: Task | None = None) -> None:
         super().__init__(config, config, "odc grpo", config.folder)
-        self.task, self.windows = task, config.minibatches
+        self.task, self.windows, self.restarts = task, config.minibatches, config.recover
         self.log = Path(config.output) if config.output is not None else None
 
     def check(self) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, PeerLostError
 from odc.experiments.config import GrpoConfig, threads_per_rank
 from odc.experiments.grpo.samples import Response
 from odc.experiments.preflight import model_source
@@ -142,7 +142,9 @@ def serve(channel: Connection) -> None:
     except EOFError:
         return
     except Exception as error:
-        channel.send({"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
+        lost = error.culprit if isinstance(error, PeerLostError) else None
+        text = f"{type(error).__name__}: {error}"
+        channel.send({"error": text, "traceback": traceback.format_exc(), "lost": lost})
 
 
 if __name__ == "__main__":

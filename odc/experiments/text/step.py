@@ -281,7 +281,7 @@ class TextWorkload(Workload[JobConfig]):
         super().__init__(config, config, config.label or "odc train", config.output)
         self.device = config.device
         self.keeps |= config.export is not None
-        self.restarts = config.recover
+        self.restarts, self.keep = config.recover, config.keep
 
     def check_arm(self) -> None:
         check_arm(self.config, self.config.arm)

@@ -95,7 +95,7 @@ def test_a_process_that_generates_a_step_ahead(ranks: Pools, tmp_path: Path) -> 
 def train_with_a_rollout_that_dies(rank: int, world: int, config: GrpoConfig) -> str:
     collect = Rollout.collect
 
-    def killed(self: Rollout) -> object:
+    def killed(self: Rollout, *unused: object) -> object:
         self._process.kill()
         return collect(self)
 
