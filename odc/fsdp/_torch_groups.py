@@ -21,6 +21,7 @@ from odc.fsdp._torch_reshard import is_sharded_over, shard_anew
 
 #: What the keys of the default process group begin with, in the store that it was made with.
 DEFAULT_PREFIX = "0//"
+_cut_short: list[Any] = []  # process groups
 _GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
 
 for _owner, _name in (
@@ -108,6 +109,15 @@ def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
         # gloo's destructor waits for ever for a connection on which a rank that lives has sent what no one receives.
         cast(Any, dist.group.WORLD).abort()
         dist.destroy_process_group()
+
+
+def keep_for_ever() -> None:
+    """Never let the default process group be destroyed: its ranks have not all been connected to each other.
+
+    A context of gloo's that connects lazily waits, in its destructor, until nothing is readable on any of its sockets,
+    from which it takes none away any more; where a connection was cut short that may never be.
+    """
+    _cut_short.append(dist.group.WORLD)
 
 
 def take_groups(groups: Iterable[FSDPParamGroup]) -> None:

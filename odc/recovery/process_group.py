@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from odc.deadlines import LOSS_POLL_S, NCCL_POLL_S, Deadline
 from odc.errors import OdcError, PeerLostError, WaitTimeoutError
-from odc.fsdp._torch_groups import abort_nccl, note_generation
+from odc.fsdp._torch_groups import abort_nccl, keep_for_ever, note_generation
 from odc.fsdp.rejoin import aborted_by_another, announce_rank
 from odc.memory._torch_symmetric import may_share_devices
 from odc.net.store import clone_of
@@ -88,7 +88,17 @@ def make_group(store: Any, generations: Generations, device: torch.device | None
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world)
     note_generation()
     announce_rank(generations.patience_s)
-    connected = Job(functools.partial(_connect, world, device if nccl else None))
+    try:
+        _await_connected(generations, device if nccl else None)
+    except BaseException:
+        keep_for_ever()
+        raise
+    return GenerationGroup(generations, nccl=nccl)
+
+
+def _await_connected(generations: Generations, device: torch.device | None) -> None:
+    rank = generations.rank
+    connected = Job(functools.partial(_connect, generations.world, device))
     in_background("odc-connect", connected.run)
     deadline = Deadline(generations.patience_s)
     while not connected.over(LOSS_POLL_S):
@@ -104,7 +114,6 @@ def make_group(store: Any, generations: Generations, device: torch.device | None
         connected.wait()
     except RuntimeError as error:
         raise PeerLostError(f"rank {rank}, connecting to all ranks for torch's collectives: {error}") from error
-    return GenerationGroup(generations, nccl=nccl)
 
 
 def _connect(world: int, device: torch.device | None) -> None:

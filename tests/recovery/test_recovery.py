@@ -42,6 +42,13 @@ def test_a_job_survives_deaths(deaths: list[Death], undisturbed: Any, tmp_path: 
     assert not unequal(found, undisturbed)
 
 
+def test_a_group_whose_connecting_was_cut_short_is_never_destroyed(undisturbed: Any, tmp_path: Path) -> None:
+    """Gloo would wait for ever for some of them, whenever the last reference goes: in two of 24 jobs it did."""
+    found = run(tmp_path, RANKS, [Death(1, 1, "backward"), Death(0, 1, "connect")])
+    assert [one["cut short"] > 0 for one in found] == [False, True, True]
+    assert not unequal(found, undisturbed)
+
+
 def test_a_job_without_deaths_never_goes_back(undisturbed: Any) -> None:
     assert [one["recoveries"] for one in undisturbed] == [0] * RANKS
 

@@ -21,6 +21,7 @@ import odc
 from odc import Settings, fully_shard
 from odc.errors import OdcError
 from odc.experiments.launch import launch
+from odc.fsdp import _torch_groups
 from odc.fsdp.collect import Collector
 from odc.fsdp.minibatch import before_done
 from odc.memory import _torch_symmetric
@@ -193,6 +194,7 @@ def train(
             "seen": counter.seen,
             "held": held,
             "recoveries": recovery.recoveries,
+            "cut short": len(_torch_groups._cut_short),
             "spans": recorder().spans(),
         }
 
