@@ -87,8 +87,8 @@ def make_group(store: Any, generations: Generations, device: torch.device | None
     backend = f"cpu:gloo,cuda:{'nccl' if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world)
     note_generation()
-    announce_rank(generations.patience_s)
     try:
+        announce_rank(generations.patience_s)
         _await_connected(generations, device if nccl else None)
     except BaseException:
         keep_for_ever()
