@@ -35,7 +35,7 @@ ROUNDS = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _needs_a_device() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
