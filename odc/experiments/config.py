@@ -119,6 +119,14 @@ class JobConfig:
             "What --recover survives: host (while a rank of each host lives) or buddy (the end of a host).", _RUNTIME
         ),
     )
+    fewest: int = field(
+        default=0,
+        metadata=option("Go on with so many ranks or more when --recover is used up; 0: do not.", _RUNTIME),
+    )
+    rejoin_s: float = field(
+        default=60.0,
+        metadata=option("Seconds to wait for a rank before --fewest goes on without it.", _RUNTIME, "--rejoin"),
+    )
     slow: str | None = field(
         default=None,
         metadata=option(
@@ -155,6 +163,8 @@ class JobConfig:
             raise ConfigError(f"recover is for arms odc, odc-equal and odc-dynamic on the cpu, not {self.arm}")
         if self.keep == "buddy" and not self.recover:
             raise ConfigError("keep=buddy is for a job that survives deaths (--recover)")
+        if self.fewest and (not self.recover or self.fewest > self.ranks or self.rejoin_s <= 0):
+            raise ConfigError("fewest is for a job that survives deaths (--recover), at most its ranks; rejoin_s > 0")
         self.slowed()
         self._check_nodes()
 

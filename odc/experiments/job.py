@@ -21,7 +21,7 @@ from odc.experiments import device as devices
 from odc.experiments.checkpoint import find_checkpoint, load, save
 from odc.experiments.clock import CommonClock
 from odc.experiments.collectives import recorded_stalls
-from odc.experiments.config import Keep, threads_per_rank
+from odc.experiments.config import threads_per_rank
 from odc.experiments.hosts import HostTeam
 from odc.experiments.launch import launch
 from odc.experiments.progress import Progress
@@ -59,7 +59,9 @@ def launch_ranks(workload: Workload[Any], team: HostTeam | None = None, run: int
     """`run` without the checks. With `team`, which calls it for run `run` on every host, this host's ranks only."""
     if team is not None:
         return team.launch(run, _launched_rank, workload)
-    return launch(_launched_rank, workload, ranks=workload.job.ranks, restarts=workload.restarts)
+    return launch(
+        _launched_rank, workload, ranks=workload.job.ranks, restarts=workload.restarts, fewest=workload.fewest
+    )
 
 
 def _launched_rank(workload: Workload[Any]) -> Any:
@@ -77,7 +79,7 @@ def run_rank(workload: Workload[Any]) -> Any:
         workload.check()  # before the ranks meet, so before any has written
     backend = devices.backend(workload.device, job.ranks)
     with (
-        rank_group(job.ranks, job.timeout_s, backend, workload.keep if workload.restarts else None) as recovery,
+        rank_group(job.ranks, job.timeout_s, backend, workload.recovering) as recovery,
         closing(Progress(job.steps, workload.title, shown=workload.shown and dist.get_rank() == 0)) as progress,
     ):
         if recovery is not None and recovery.generation == 0:
@@ -88,15 +90,15 @@ def run_rank(workload: Workload[Any]) -> Any:
 
 @contextmanager
 def rank_group(
-    ranks: int, timeout_s: float, backend: str = "gloo", keep: Keep | None = None
+    ranks: int, timeout_s: float, backend: str = "gloo", recovering: dict[str, Any] | None = None
 ) -> Iterator[Recovery | None]:
     """The process group of `ranks`, in a process that has the environment of `torchrun`; sets torch's threads.
 
     Every rank enters it. A clean exit waits for every other rank; after an error the group is taken down at once.
-    Where ranks that end are started again there is a `Recovery`, which keeps states as `keep` says.
+    Where ranks that end are started again there is a `Recovery`, with the arguments `recovering`.
     """
     torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
-    with nullcontext() if keep is None else Recovery(rejoin_s=timeout_s, keep=keep) as recovery:
+    with nullcontext() if recovering is None else Recovery(**recovering) as recovery:
         if recovery is None:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         try:
@@ -123,7 +125,7 @@ class RankJob:
     ) -> None:
         from transformers.utils import logging as messages
 
-        self.workload, self.progress, self.device, self.rank = workload, progress, device, dist.get_rank()
+        self.workload, self.progress, self.device = workload, progress, device
         self.recovery = recovery
         self.held: int | None = None
         self.records: list[StepRecord] = []
@@ -142,6 +144,11 @@ class RankJob:
         if recovery is None or recovery.generation == 0:
             self.trainer.check()
         self.trainer.build()
+
+    @property
+    def rank(self) -> int:
+        """Another one after a recovery with other ranks."""
+        return dist.get_rank()
 
     @property
     def clock(self) -> CommonClock:

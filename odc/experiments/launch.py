@@ -67,7 +67,12 @@ class LaunchSite:
 
 
 def launch(
-    entry: Callable[..., Any], *args: Any, ranks: int, site: LaunchSite | None = None, restarts: int = 0
+    entry: Callable[..., Any],
+    *args: Any,
+    ranks: int,
+    site: LaunchSite | None = None,
+    restarts: int = 0,
+    fewest: int | None = None,
 ) -> list[Any]:
     """Runs `entry(*args)` in `ranks` new processes, or in those of `site`; returns what each returned, in rank order.
 
@@ -76,7 +81,8 @@ def launch(
 
     So often as `restarts` says, a new process takes the place of a rank that raises or dies, for an `entry` that goes
     on from what the other ranks hold (docs/recovery.md): at once, and after a pause that doubles where the process
-    before has kept no step either.
+    before has kept no step either. Once these are used up, ranks that fail are left out, and bring no result, as long
+    as `fewest` stay.
     """
     server = start_server()
     if site is None:
@@ -86,8 +92,13 @@ def launch(
     lives = Lives(restarts)
     try:
         processes.send(task(entry, *args))
-        while lives.left and not processes.answers(_FOREVER_S, 0.0):
-            _replace(processes, lives)
+        while not processes.answers(_FOREVER_S, 0.0):
+            if lives.left:
+                _replace(processes, lives)
+            elif fewest is not None and sum(not one.left_out for one in processes.outcomes) > fewest:
+                _leave_out(processes)
+            else:
+                break
         if processes.answers(_FOREVER_S, _GRACE_S):
             processes.ended(_FOREVER_S)
         failures = _failures(processes.outcomes)
@@ -97,7 +108,7 @@ def launch(
             raise JobFailedError(
                 [(rank, why + lives.before(rank) * (rank in stuck)) for rank, why in failures], tracebacks
             )
-        return [outcome.value for outcome in processes.outcomes]
+        return [outcome.value for outcome in processes.outcomes if not outcome.left_out]
     finally:
         processes.close()
 
@@ -128,12 +139,26 @@ class Lives:
         return f"\n  it had ended {how_often} before, without a step kept between: {each}"
 
 
-def _replace(processes: RankProcesses, lives: Lives) -> None:
-    """Starts a process for the first rank that has failed, once its own has ended and its pause is over."""
+def _first_ended(processes: RankProcesses) -> tuple[RankOutcome, str]:
+    """The first rank that has failed, once its process has ended, and why."""
     failed = next(outcome for outcome in processes.outcomes if outcome.failed)
     while failed.exit_code is None:
         processes.receive(0.5)
-    ((rank, why),) = _failures([failed])
+    ((_, why),) = _failures([failed])
+    return failed, why
+
+
+def _leave_out(processes: RankProcesses) -> None:
+    """The ranks go on without the first that has failed."""
+    failed, why = _first_ended(processes)
+    failed.left_out = True
+    _log.warning("rank %d has ended: %s; the others go on without it", failed.rank, why)
+
+
+def _replace(processes: RankProcesses, lives: Lives) -> None:
+    """Starts a process for the first rank that has failed, once its own has ended and its pause is over."""
+    failed, why = _first_ended(processes)
+    rank = failed.rank
     pause_s = lives.ended(rank, why, failed.progressed)
     when = f" in {pause_s:g} s" if pause_s else ""
     _log.warning(
@@ -153,7 +178,7 @@ def start_server() -> ForkServer:
 def _failures(outcomes: list[RankOutcome]) -> list[tuple[int, str]]:
     """Ranks and why they failed, as `by_blame` orders them; those of equal blame by time."""
     found: list[tuple[float, int, str]] = []
-    for outcome in outcomes:
+    for outcome in [one for one in outcomes if not one.left_out]:
         if outcome.error is None or outcome.error == "SystemExit":
             code = outcome.exit_code or 0 if outcome.error is None else outcome.message
             if outcome.failed or code:

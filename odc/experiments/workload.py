@@ -91,6 +91,8 @@ class Workload(ABC, Generic[C]):
     shown = True  # whether rank 0 shows progress
     restarts = 0  # processes that may be started in place of ranks that have ended
     keep: Keep = "host"  # where their states are kept
+    fewest: int | None = None  # ranks that go on once no more may be started
+    rejoin_s: float | None = None  # to wait for each before that; None: as long as for anything else
     windows = 1  # minibatches, so marked windows, of one step
     drawn_windows = 2  # in a row, in the picture of a comparison
 
@@ -100,6 +102,13 @@ class Workload(ABC, Generic[C]):
         self.log = self.folder / "steps.jsonl" if self.folder is not None else None  # gets a line of JSON a step
         # Whether the job resumes or leaves something behind, which a comparison refuses.
         self.keeps = job.resume is not None or job.save_every > 0
+
+    @property
+    def recovering(self) -> dict[str, Any] | None:
+        """The arguments of `odc.Recovery`; None where the first death ends the job."""
+        if not self.restarts:
+            return None
+        return {"rejoin_s": self.rejoin_s or self.job.timeout_s, "keep": self.keep, "fewest": self.fewest}
 
     def check_arm(self) -> None:
         """Checks that this machine has what the job's arm needs; reads nothing."""

@@ -69,10 +69,15 @@ class RankOutcome:
     output: str = ""  # standard output and error, where they were kept
     answered: bool = False  # the function has returned or raised
     progressed: bool = False  # `odc.ranks.worker.report_progress` was called
+    left_out: bool = False  # whoever started the ranks does without this one, however it has ended
 
     @property
     def failed(self) -> bool:
-        """Whether the function raised, or the process ended before it had returned."""
+        """Whether the function raised, or the process ended before it had returned, and that matters."""
+        return not self.left_out and self._has_failed
+
+    @property
+    def _has_failed(self) -> bool:
         return self.error is not None or (self.exit_code is not None and not self.answered)
 
     def note(self, kind: str, value: Any) -> None:
@@ -293,7 +298,7 @@ class RankProcesses:
                 failed, deadline = True, min(deadline, time.monotonic() + grace_s)
             if time.monotonic() > deadline:
                 break
-        return all(outcome.answered and outcome.error is None for outcome in self.outcomes)
+        return all(one.left_out or (one.answered and one.error is None) for one in self.outcomes)
 
     def ended(self, timeout: float) -> bool:
         """Waits until every rank's process has ended and all it sent was taken in; False after `timeout`."""

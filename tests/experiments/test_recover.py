@@ -97,3 +97,33 @@ def test_a_rank_is_lost_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
 def test_arms_that_cannot_recover_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="recover is for arms odc, odc-equal and odc-dynamic"):
         tiny_job(tmp_path, recover=1, arm="odc-split")
+
+
+def test_a_job_goes_on_without_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has the same samples, whichever ranks train them, so the losses are the same but for rounding."""
+    config = tiny_job(tmp_path, steps=6, ranks=3, reproducible=True)
+    undisturbed = run(TextWorkload(config))
+    log, killed = tmp_path / "out" / "steps.jsonl", []
+
+    class Killing(RankProcesses):
+        def receive(self, timeout: float) -> None:
+            super().receive(min(timeout, 0.01))
+            if len(killed) < 2 and log.exists() and log.read_text().count("\n") >= 2 + 2 * len(killed):
+                killed.append(self.kill(0))
+
+    monkeypatch.setattr(launch, "RankProcesses", Killing)
+    fewer = config.with_(recover=1, fewest=2, rejoin_s=8.0, output=str(tmp_path / "out"))
+    found = run(TextWorkload(fewer))
+    assert len(killed) == 2, "the first is replaced, the second is not"
+    assert sorted(result.rank for result in found) == [0, 1]
+    for mine, theirs in zip(losses(found)[0], losses(undisturbed)[0], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"fewest": 2}, {"recover": 1, "fewest": 3}, {"recover": 1, "fewest": 1, "rejoin_s": 0}]
+)
+def test_fewest_takes_a_job_that_survives_deaths(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fewest is for a job that survives deaths"):
+        tiny_job(tmp_path, **wrong)

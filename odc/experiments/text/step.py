@@ -282,6 +282,8 @@ class TextWorkload(Workload[JobConfig]):
         self.device = config.device
         self.keeps |= config.export is not None
         self.restarts, self.keep = config.recover, config.keep
+        if config.fewest:
+            self.fewest, self.rejoin_s = config.fewest, config.rejoin_s
 
     def check_arm(self) -> None:
         check_arm(self.config, self.config.arm)
