@@ -88,7 +88,7 @@ class Generations:
         self._store.set(f"{self.generation}/present/{self.place}", self._shown(held()).encode())
         shown = self._gather()
         self.presences = {rank: shown[place] for rank, place in enumerate(self.members.places)}
-        return self._common(shown)
+        return self._common({place: shown[place] for place in self.members.places})
 
     def ready(self, point: str, own: Held) -> dict[int, Held]:
         """Wait until every rank has come to a point; returns what each has shown there. Raises as `enter` does."""
@@ -131,6 +131,8 @@ class Generations:
     def finish(self) -> None:
         """Wait until every rank has kept its last step; then the job is over, and no process can enter it any more."""
         self.ready("over", Held([]))
+        if self.superseded() and not self._store.check(["over"]):
+            raise GenerationOver  # a rank that had come to its end was lost while another had not
         self._store.set("over", "")
 
     def leave(self) -> None:
@@ -178,6 +180,8 @@ class Generations:
                 # Ranks of other hosts may wait for that one's heap, and have no other way to learn of its end.
                 rank = places.index(self.place)
                 announce_failure(self._of_group(), f"rank {rank} has ended, and its place is taken", rank)
+            elif (members := self._decided(self.generation)) is not None:
+                self._await_host(members)
         elif (members := self._decided(self.generation)) is not None:
             self._await_host(members)
         else:
@@ -222,15 +226,20 @@ class Generations:
 
     def _can_do_with(self, shown: dict[int, Presence]) -> bool:
         """Whether those that have come may go on alone. Their models are divided anew, from what is kept."""
-        enough = len(on_whole_hosts({place: one.host for place, one in shown.items()})) >= self._fewest
-        return enough and (not self.generation or self._common(shown) is not None)
+        able = self._able(shown)
+        return len(able) >= self._fewest and (not self.generation or self._common(able) is not None)
+
+    def _able(self, shown: dict[int, Presence]) -> dict[int, Presence]:
+        """Those that can train together; what others hold does not count, since no member could read it."""
+        return {place: shown[place] for place in on_whole_hosts({place: one.host for place, one in shown.items()})}
 
     def _decide(self, shown: dict[int, Presence]) -> None:
         """Propose those that have come; the first proposal of a generation holds."""
-        places = on_whole_hosts({place: one.host for place, one in shown.items()})
+        able = self._able(shown)
+        places = tuple(able)
         found = self._store.find("members")
         before = MemberList(0, tuple(range(self._places))) if found is None else MemberList.decode(found)
-        if places != before.places and self.generation and self._common(shown) is None:
+        if places != before.places and self.generation and self._common(able) is None:
             places = before.places  # nothing is kept that could be divided anew
         layout = before.layout if places == before.places and found is not None else self.generation
         self._store.compare_set(f"{self.generation}/members", "", MemberList(layout, places).encode())
@@ -240,10 +249,11 @@ class Generations:
         return None if found is None else MemberList.decode(found)
 
     def _await_host(self, members: MemberList) -> None:
-        """Before a process joins: wait until as many of its host want to as the members' hosts have, if it is another.
+        """Before a process joins: wait until the members are ready, or they would never come to keep a state.
 
-        WaitTimeoutError after `timeout_s`.
+        And where its host is another, until as many of it want to join as the members' hosts have; WaitTimeoutError.
         """
+        self._await_ready(len(members.places))
         here, hosts = host_identity(), []
         for place in members.places:
             if (text := self._store.find(f"{self.generation}/present/{place}")) is not None:
@@ -259,6 +269,13 @@ class Generations:
                     f"rank {self.place}, waiting for {hosts.count(hosts[0])} processes of this host to join the others "
                     f"with: they have not come for {self.patience_s:g} s",
                 )
+            backoff.sleep()
+
+    def _await_ready(self, world: int) -> None:
+        deadline, backoff = Deadline(self.patience_s), Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
+        keys = [f"{self.generation}/ready/{rank}" for rank in range(world)]
+        while not self._store.check(keys) and not self.superseded() and not deadline.passed():
+            self._refuse_over()
             backoff.sleep()
 
     def _waiting_here(self) -> int:

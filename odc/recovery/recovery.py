@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
-from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError
+from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.fsdp.rejoin import aborted_by_another, enter_generation, leave_generation, refuse_groups
 from odc.ranks.worker import report_progress
 from odc.recovery.buddy import Buddies
@@ -278,14 +278,20 @@ class Recovery:
         self._state.put(*former.kept(base), former.part, random=took_part)
         if self._buddies is not None:
             self._buddies.begin(agreed)
+        self._held.own.forget_after(-1)  # of a division that was given up
         self._keep()
         self._shown.gone_back(self.step)
         if self._buddies is not None:
             self._buddies.settle()
-        self._generations.ready("divided", Held([]))  # from here on the former layout is not needed
+        try:
+            self._generations.ready("divided", Held([]))  # from here on the former layout is not needed
+        except WaitTimeoutError as error:  # a process that joins takes long to build its model, or has hung
+            self._generations.leave()
+            raise GenerationOver from error
         if self._buddies is not None:
             self._buddies.hide_other_layouts()
         self._held.drop_other_layouts()
+        self._held.start_keeper()  # of what is held now
 
     def _find(self, share: Share, step: int) -> Slots:
         """The slots of a share that are whole for a step, wherever they are held."""
@@ -348,10 +354,13 @@ class Recovery:
 
     def _meet(self) -> Agreed | None:
         """Enter a generation, with a process group; what all go back to, None at the beginning."""
+        tries = 3 if self._generations.may_shrink else 1  # with members whose end is not seen
         while True:
+            entered = False
             try:
                 with self._shown.answering(lambda: self.rank):
                     agreed = self._generations.enter(self._held.shown)
+                entered = True
                 self._refuse_hosts()
                 self._held.take_own()
                 self._group = make_group(self._store, self._generations, self._device)
@@ -371,6 +380,11 @@ class Recovery:
                 if not self._loss_shows():
                     raise
                 self._generations.leave()
+            except WaitTimeoutError:
+                tries -= 1
+                if not entered or not tries:
+                    raise
+                self._generations.leave()  # who does not show in the next one is left out
             if self._buddies is not None:
                 self._buddies.close()
             self._group.close()

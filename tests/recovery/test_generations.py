@@ -21,7 +21,7 @@ from odc.net import JobStore, announce_failure
 from odc.net.store import failure
 from odc.recovery import generations as module
 from odc.recovery.generations import GenerationOver, Generations
-from odc.recovery.members import Agreed, Held, NothingKeptError, Presence, Share, newest_common
+from odc.recovery.members import Agreed, Held, MemberList, NothingKeptError, Presence, Share, newest_common
 
 HERE = "this host"
 
@@ -193,3 +193,27 @@ def test_no_process_enters_a_job_that_is_over(store: Any) -> None:
     in_threads(*(one.finish for one in ranks))
     with pytest.raises(OdcError, match="rank 1 has nothing to go on with: the job has kept its last step"):
         enter(Generations(store, 1, 2, 10.0))
+
+
+def test_what_a_process_holds_that_does_not_take_part_does_not_count(store: Any) -> None:
+    """Its host is not whole; no member could read what it alone has kept of the last step."""
+    everybody = MemberList(0, (0, 1, 2, 3))
+    for key, value in {"generation": "1", "0/members": everybody.encode(), "members": everybody.encode()}.items():
+        store.set(module.PREFIX + key, value)
+    alone = {Share(0, rank): Held([], [4, 5]) for rank in (2, 3)}
+    store.set(f"{module.PREFIX}1/present/2", Presence(os.getpid(), "another host", alone).encode())
+    ranks = [Generations(store, place, 4, 0.3, fewest=2) for place in (0, 1)]
+    mine = {Share(0, rank): Held([], [4, 5] if rank < 2 else [4]) for rank in range(4)}
+    found = in_threads(*(lambda one=one: one.enter(lambda: mine) for one in ranks))
+    assert found == [Agreed(0, 4)] * 2
+    assert [one.members for one in ranks] == [MemberList(1, (0, 1))] * 2
+
+
+def test_a_job_is_not_over_while_a_rank_that_had_come_to_its_end_is_replaced(store: Any) -> None:
+    one = Generations(store, 0, 2, 10.0)
+    in_threads(lambda: enter(one), lambda: enter(Generations(store, 1, 2, 10.0)))
+    store.set(f"{module.PREFIX}0/over/1", '{"fds": [], "steps": []}')
+    store.set(module.PREFIX + "generation", "1")  # a rank that waited for this one has seen the other end
+    with pytest.raises(GenerationOver):
+        one.finish()
+    assert not store.check([f"{module.PREFIX}over"])
