@@ -40,7 +40,8 @@ class Generations:
     Args:
         place: this process's, as the launcher counts, of `places`.
         timeout_s: how long it waits for each other, a replacement among them; longer, once it is there.
-        fewest: go on without those that have not come then, if so many have; None: never.
+        fewest: go on without those that have not come then, if so many have; None: never. At the job's start all are
+            waited for as long as for those that are there.
     """
 
     def __init__(self, store: Any, place: int, places: int, timeout_s: float, fewest: int | None = None) -> None:
@@ -193,7 +194,9 @@ class Generations:
         """What all that have come show, by place, once it is decided who takes part: sets `members`."""
         expected = self._expected()
         shown: dict[int, Presence] = {}
-        wait = _Wait(self, self._timeout_s)
+        # Processes start and import at their own pace: only who has taken part is missed after `timeout_s`.
+        timeout_s = self.patience_s if self.may_shrink and not self._store.check(["members"]) else self._timeout_s
+        wait = _Wait(self, timeout_s)
         while True:
             for place in [place for place in range(self._places) if place not in shown]:
                 if (text := self._store.find(f"{self.generation}/present/{place}")) is not None:
@@ -216,7 +219,7 @@ class Generations:
                 self._decide(shown)
             if wait.over(len(shown)):
                 if not self._can_do_with(shown):
-                    raise self._late([place for place in expected if place not in shown], self._timeout_s)
+                    raise self._late([place for place in expected if place not in shown], timeout_s)
                 self._decide(shown)
 
     def _expected(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import odc
 from odc.errors import ConfigError, HeapMemoryError, PeerLostError, UnsupportedError
 from odc.memory import FreeMemory
-from odc.recovery import slots
+from odc.recovery import generations, slots
 
 
 @pytest.fixture
@@ -138,6 +138,7 @@ class Averaged(torch.optim.SGD):
 def test_a_job_begins_without_a_rank_that_does_not_come(environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = dist
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(generations, "MEMBERS_LEAST_S", 0.2)
     with odc.Recovery(made.HashStore(), rejoin_s=0.2, fewest=1) as recovery:
         assert (recovery.rank, recovery.world) == (0, 1) == (dist.get_rank(), dist.get_world_size())
         model: Any = odc.fully_shard(nn.Linear(4, 4))

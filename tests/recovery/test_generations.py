@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -197,8 +198,8 @@ def test_no_process_enters_a_job_that_is_over(store: Any) -> None:
 
 def test_what_a_process_holds_that_does_not_take_part_does_not_count(store: Any) -> None:
     """Its host is not whole; no member could read what it alone has kept of the last step."""
-    everybody = MemberList(0, (0, 1, 2, 3))
-    for key, value in {"generation": "1", "0/members": everybody.encode(), "members": everybody.encode()}.items():
+    all_four = MemberList(0, (0, 1, 2, 3))
+    for key, value in {"generation": "1", "0/members": all_four.encode(), "members": all_four.encode()}.items():
         store.set(module.PREFIX + key, value)
     alone = {Share(0, rank): Held([], [4, 5]) for rank in (2, 3)}
     store.set(f"{module.PREFIX}1/present/2", Presence(os.getpid(), "another host", alone).encode())
@@ -207,6 +208,18 @@ def test_what_a_process_holds_that_does_not_take_part_does_not_count(store: Any)
     found = in_threads(*(lambda one=one: one.enter(lambda: mine) for one in ranks))
     assert found == [Agreed(0, 4)] * 2
     assert [one.members for one in ranks] == [MemberList(1, (0, 1))] * 2
+
+
+def test_at_the_start_of_a_job_a_late_rank_is_waited_for(store: Any) -> None:
+    """Its process may still import; the patience for replacements is for ranks that have been there."""
+    ranks = [Generations(store, place, 2, 0.1, fewest=1) for place in (0, 1)]
+
+    def late() -> Any:
+        time.sleep(0.5)
+        return ranks[1].enter(dict)
+
+    assert in_threads(lambda: ranks[0].enter(dict), late) == [None, None]
+    assert [one.members for one in ranks] == [MemberList(0, (0, 1))] * 2
 
 
 def test_a_job_is_not_over_while_a_rank_that_had_come_to_its_end_is_replaced(store: Any) -> None:
