@@ -132,7 +132,7 @@ def join_job(rank: int, settings: Settings | None) -> None:
     if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
         announce_process(JobStore(store, (settings or Settings()).timeout_s, rank), rank)
         _joined = os.getpid(), weakref.ref(store)
-    server.watch_hosts(store, settings)
+    server.watch_hosts(store, settings, dist.get_world_size())
     hooks.guard_steps()
     if not _at_exit:
         atexit.register(shutdown)

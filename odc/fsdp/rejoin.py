@@ -50,7 +50,7 @@ def announce_rank(timeout_s: float) -> None:
     """
     rank, store = dist.get_rank(), compat.default_store()
     announce_process(JobStore(store, max(timeout_s, STORE_LEAST_S), rank), rank)
-    daemon(rank).watch_hosts(store, None)
+    daemon(rank).watch_hosts(store, None, dist.get_world_size())
 
 
 def host_network() -> HostNetwork:

@@ -35,11 +35,11 @@ PURPOSE = "watch"
 _LIMITS: dict[type[Message], int] = {Watching: 0, RankEnded: REASON_BYTES}
 
 
-def neighbours(rank: int) -> list[int]:
-    """The ranks with the index of `rank` on the hosts before and after its own; none on one host, or where no launcher
-    has published how many ranks a host has.
+def neighbours(rank: int, world: int) -> list[int]:
+    """Of `world` ranks, those with the index of `rank` on the hosts before and after its own; none on one host, or
+    where no launcher has published how many ranks a host has.
     """
-    world, here = (int(os.environ.get(name) or 0) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
     if not 0 < here < world or world % here:
         return []
     return sorted({(rank + here) % world, (rank - here) % world})

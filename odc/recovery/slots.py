@@ -11,6 +11,7 @@ A slot is a nameless memory file, so it is gone with the last process that holds
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pickle
@@ -21,12 +22,13 @@ from typing import NamedTuple, Self
 
 import torch
 
-from odc.errors import HeapMemoryError
+from odc.errors import HeapMemoryError, UnsupportedError
 from odc.memory import Words, close_after_fork, free_memory, round_up
 from odc.memory.mapping import Mapping
 from odc.memory.pinned import PinnedMapping
 from odc.recovery.members import Share
 
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _MARK = 0x0DC5_1075
 _PAGE, _ALIGN, _MIB = 4096, 64, 1 << 20
 
@@ -159,9 +161,21 @@ class Slots:
     def held_by(cls, pid: int, fds: Sequence[int], share: Share) -> Self:
         """The slots that process `pid` of this host holds as `fds`; OSError if it has ended, or holds another's.
 
-        It needs no help of that process, which may be computing.
+        It needs no help of that process, which may be computing. UnsupportedError if the system refuses it.
         """
-        opened = [os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC) for fd in fds]
+        opened: list[int] = []
+        try:
+            for fd in fds:
+                opened.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            for one in opened:
+                os.close(one)
+            if error.errno in _REFUSED:  # as it would be in the next generation too
+                raise UnsupportedError(
+                    f"the state of rank {share.rank} cannot be held by process {os.getpid()}: {error}. Ranks of a host "
+                    "need the same user, and a limit of open files (ulimit -n) above two more for each of them"
+                ) from error
+            raise
         found = cls(opened)
         for slot in found._slots:
             if tuple(map(slot.word, (SlotWord.MARK, SlotWord.LAYOUT, SlotWord.OWNER))) != (_MARK, *share):

@@ -140,8 +140,8 @@ class Daemon:
                 self._host_watch.connect()
             return network
 
-    def watch_hosts(self, store: Any, settings: Settings | None) -> None:
-        """Watch this rank's neighbours on other hosts, where torchrun runs the job on several (see `HostWatch`).
+    def watch_hosts(self, store: Any, settings: Settings | None, world: int) -> None:
+        """Watch this rank's neighbours among `world` ranks, where torchrun runs the job on several hosts (`HostWatch`).
 
         Called by each `fully_shard`; None where it was given no settings, which the root may still have.
         Raises as a JobStore does; where this host cannot be listened at, the first root raises an error.
@@ -150,7 +150,7 @@ class Daemon:
             if self._host_watch is not None:
                 if settings is not None:
                     self._host_watch.wait_for_network(settings.lost_after_s)
-            elif around := neighbours(self.rank):
+            elif around := neighbours(self.rank, world):
                 chosen = settings or Settings()
                 network = self._listening(store, chosen)
                 self._host_watch = HostWatch(self._reactor, network, self.liveness, around, chosen.lost_after_s)

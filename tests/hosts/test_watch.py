@@ -218,13 +218,12 @@ def test_a_forked_child_keeps_no_connection(make: Make) -> None:
 
 @pytest.mark.parametrize(
     ("world", "here", "rank", "found"),
-    [("8", "2", 0, [2, 6]), ("8", "2", 7, [1, 5]), ("2", "1", 1, [0]), ("4", "4", 1, []), ("5", "2", 1, [])],
+    [(8, "2", 0, [2, 6]), (8, "2", 7, [1, 5]), (2, "1", 1, [0]), (4, "4", 1, []), (5, "2", 1, [])],
 )
 def test_neighbours_have_the_same_index(
-    monkeypatch: pytest.MonkeyPatch, world: str, here: str, rank: int, found: list[int]
+    monkeypatch: pytest.MonkeyPatch, world: int, here: str, rank: int, found: list[int]
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
-    assert neighbours(rank) == found
+    assert neighbours(rank, world) == found
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert neighbours(rank) == []
+    assert neighbours(rank, world) == []

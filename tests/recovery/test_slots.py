@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from odc.errors import HeapMemoryError
+from odc.errors import HeapMemoryError, UnsupportedError
 from odc.memory import FreeMemory
 from odc.recovery import slots as module
 from odc.recovery.members import Share
@@ -135,6 +136,25 @@ def test_other_files_are_not_taken_for_slots() -> None:
         Slots.held_by(me, [plain], Share(0, 2))
     os.close(reading)
     os.close(plain)
+
+
+def test_what_the_system_refuses_is_not_taken_for_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a death it would begin one generation after another, without end."""
+    kept, opened, real = Slots.create(Share(0, 2)), [], os.open
+
+    def once(path: str, flags: int) -> int:
+        if opened:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        opened.append(real(path, flags))
+        return opened[0]
+
+    monkeypatch.setattr(os, "open", once)
+    with pytest.raises(
+        UnsupportedError, match=r"the state of rank 2 cannot be held .*denied.*the same user"
+    ):
+        Slots.held_by(os.getpid(), kept.fds, Share(0, 2))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(opened[0])
 
 
 def test_slots_are_shared_with_their_holder() -> None:
