@@ -149,9 +149,7 @@ def test_what_the_system_refuses_is_not_taken_for_a_death(monkeypatch: pytest.Mo
         return opened[0]
 
     monkeypatch.setattr(os, "open", once)
-    with pytest.raises(
-        UnsupportedError, match=r"the state of rank 2 cannot be held .*denied.*the same user"
-    ):
+    with pytest.raises(UnsupportedError, match=r"the state of rank 2 cannot be held .*denied.*the same user"):
         Slots.held_by(os.getpid(), kept.fds, Share(0, 2))
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opened[0])

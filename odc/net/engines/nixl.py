@@ -19,7 +19,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +28,7 @@ from odc.deadlines import NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S, READ_CHECK_S
 from odc.errors import UnsupportedError, install
 from odc.net.engines.connections import Answers, Dial
 from odc.net.engines.engine import Engine
+from odc.net.engines.nearest import address_of, nearest_devices, rdma_devices
 from odc.net.engines.server import DESCRIBE, REFUSED, request
 from odc.settings import LOST_AFTER_S, EngineName, Settings
 
@@ -54,11 +54,6 @@ def installed() -> str | None:
     return next((name for name in MODULES if find_spec(name) is not None), None)
 
 
-def rdma_devices(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
-    """Names of this host's InfiniBand, RoCE and EFA devices."""
-    return sorted(path.name for path in folder.glob("*"))
-
-
 def interface_of(address: str) -> str | None:
     """The network interface that has an IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -73,9 +68,12 @@ def interface_of(address: str) -> str | None:
 def set_for_ucx(address: str) -> None:
     """Set what UCX reads when it loads, where the environment does not: TCP's buffers and the devices it may open.
 
-    Without a list UCX listens on every interface. `address` is the one at which other hosts reach this one.
+    Without a list UCX listens on every interface, and every rank takes the same RDMA device. `address` is the one at
+    which other hosts reach this one. The GPU is the current one, where this process uses any.
     """
-    devices = [f"{name}:1" for name in rdma_devices()]
+    on_gpu = torch.cuda.is_initialized()
+    names = nearest_devices(address_of(torch.cuda.current_device())) if on_gpu else rdma_devices()
+    devices = [f"{name}:1" for name in names]
     interface = interface_of(address)
     for name, value in _TCP_SETTINGS.items():
         os.environ.setdefault(name, value)
