@@ -1,4 +1,4 @@
-"""Push and drain where accumulators and slots lie on a device: whole chunks, one wait a push, one launch a drain.
+"""Push and drain where accumulators and slots lie on a device: large blocks, one wait a push, one launch a drain.
 
 Both writers of this rank's accumulators, its sender and its daemon, ask for their adds in the lane "server". The device
 does them in that order, so that neither takes a lock or waits for the other. Pushers that add directly, to all owners
@@ -8,7 +8,6 @@ in one launch, add atomically; so do all ranks of a host to its sums for owners 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -17,44 +16,10 @@ from odc.movers.cuda import Values
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.push import Gradient, HostRoute, PushRoute
-from odc.protocol.ring import Inbox
+from odc.protocol.ring import Inbox, Outbox
+from odc.protocol.runs import Run, runs_of
 from odc.protocol.units import UnitSpec
 from odc.trace import recorder
-
-
-@dataclass(frozen=True)
-class _Run:
-    """Gradients of one dtype that lie side by side in every owner's accumulator; a block of each owner's slot.
-
-    `start` and `stop` count gradients of the push, `numels` are elements of a shard of each, `offsets` elements from
-    `first` on, `numel` elements at one owner. A gradient may be short of whole shards.
-    """
-
-    start: int
-    stop: int
-    first: int
-    numel: int
-    dtype: torch.dtype
-    numels: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-
-def _runs(unit: UnitSpec, gradients: Sequence[Gradient]) -> list[_Run]:
-    """All of `gradients`, in as few runs as there can be in their order."""
-    runs: list[_Run] = []
-    start = 0
-    for stop in range(1, len(gradients) + 1):
-        specs = [unit.params[gradient.param] for gradient in gradients[start:stop]]
-        dtype = gradients[start].values.dtype
-        if stop < len(gradients):
-            following = unit.params[gradients[stop].param].accumulator_offset
-            if following == specs[-1].accumulator_offset + specs[-1].numel and gradients[stop].values.dtype == dtype:
-                continue
-        first, numels = specs[0].accumulator_offset, tuple(spec.numel for spec in specs)
-        offsets = tuple(spec.accumulator_offset - first for spec in specs)
-        runs.append(_Run(start, stop, first, sum(numels), dtype, numels, offsets))
-        start = stop
-    return runs
 
 
 _Key = tuple[int, int, int, torch.dtype]  # where blocks are added: unit, first element, end, and their dtype
@@ -68,7 +33,7 @@ class DeviceRoute(PushRoute):
 
     def __init__(self, protocol: MemberProtocol, host: HostRoute) -> None:
         self._protocol, self._layout, self._host = protocol, protocol.layout, host
-        self._kept: dict[tuple[int, tuple[int, ...], tuple[torch.dtype, ...]], list[_Run]] = {}
+        self._kept: dict[tuple[int, tuple[int, ...], tuple[torch.dtype, ...]], list[Run]] = {}
         nodes, self._owners = protocol.grid.nodes, protocol.grid.shard_group_from_next()
         self._others = [owner for owner in self._owners if owner != nodes.me and not nodes.is_remote(owner)]
         self._remote = [owner for owner in self._owners if nodes.is_remote(owner)]
@@ -88,7 +53,7 @@ class DeviceRoute(PushRoute):
             if accumulate == "direct":
                 sent += self._add_everywhere(unit, run, values, self._owners)
                 continue
-            sent += self._stage_everywhere(unit, mine, run, values)
+            sent += self._stage_everywhere(unit, run, values)
             if self._remote and mover.atomic:
                 sent += self._add_everywhere(unit, run, values, self._remote)
             else:  # under their locks, waiting for each
@@ -106,16 +71,16 @@ class DeviceRoute(PushRoute):
     def post_all(self) -> None:
         self._host.post_all()
 
-    def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[_Run]:
-        """`_runs`, which are the same for most pushes of a unit."""
+    def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[Run]:
+        """`runs_of`, which are the same for most pushes of a unit."""
         params = tuple([gradient.param for gradient in gradients])
         key = unit.index, params, tuple([gradient.values.dtype for gradient in gradients])
         runs = self._kept.get(key)
         if runs is None:
-            runs = self._kept[key] = _runs(unit, gradients)
+            runs = self._kept[key] = runs_of(unit, gradients)
         return runs
 
-    def _add_everywhere(self, unit: UnitSpec, run: _Run, values: Sequence[torch.Tensor], owners: Sequence[int]) -> int:
+    def _add_everywhere(self, unit: UnitSpec, run: Run, values: Sequence[torch.Tensor], owners: Sequence[int]) -> int:
         """Add a run to the accumulators of `owners`, atomically; returns the bytes that leave this rank."""
         layout, grid = self._layout, self._protocol.grid
         places = [
@@ -125,28 +90,52 @@ class DeviceRoute(PushRoute):
         device_mover(layout.mover).accumulate_all(values, run.numels, run.offsets, places)
         return sum(owner != grid.me for owner in owners) * run.numel * run.dtype.itemsize
 
-    def _stage_everywhere(
-        self, unit: UnitSpec, gradients: Sequence[Gradient], run: _Run, values: Sequence[torch.Tensor]
-    ) -> int:
-        """Fill a slot of every other owner with a run, which is `gradients`; returns the bytes. They are not notified
-        yet. Waits for free slots, after it has notified the owners of the blocks before.
+    def _stage_everywhere(self, unit: UnitSpec, run: Run, values: Sequence[torch.Tensor]) -> int:
+        """Fill slots of every other owner with a run, whose gradients are `values`; returns the bytes. The last of them
+        are not announced yet. Waits for free slots, after it has announced the blocks before.
         """
-        host, shards, others = self._host, self._protocol.grid.shards, self._others
-        nbytes = run.numel * run.dtype.itemsize
-        if nbytes > self._layout.ring.slot_bytes:  # in another dtype than the slots were made for
-            return sum(host.stage(owner, unit, gradients) for owner in others)
-        boxes = [host.box(owner) for owner in others]
+        boxes = [self._host.box(owner) for owner in self._others]
+        if not boxes:
+            return 0
+        room, sent = self._layout.ring.slot_bytes // run.dtype.itemsize, 0
+        for block in run.blocks(room):
+            if block.numel > room:
+                sent += self._stage_in_parts(unit, block, values[block.start - run.start], boxes, room)
+                continue
+            some = values if block is run else values[block.start - run.start : block.stop - run.start]
+            self._await_slots(boxes)
+            slots = [(box.owner % self._protocol.grid.shards, box.slot()) for box in boxes]
+            device_mover(self._layout.mover).stage(some, block.numels, block.offsets, slots)
+            for box in boxes:
+                box.post(unit, block.first, block.numel, block.dtype)
+            sent += len(boxes) * block.numel * block.dtype.itemsize
+        return sent
+
+    def _stage_in_parts(
+        self, unit: UnitSpec, block: Run, values: torch.Tensor, boxes: Sequence[Outbox], room: int
+    ) -> int:
+        """As `_stage_everywhere`, of one gradient of whose shard a slot holds `room` elements: as many to every owner
+        before any gets more, so that all owners add at the same time.
+        """
+        sent, width = 0, values.itemsize
+        for at in range(0, block.numel, room):
+            for box in boxes:
+                begin = box.owner % self._protocol.grid.shards * block.numel + at
+                numel = min(room, block.numel - at, values.numel() - begin)  # the last shards may be short, or empty
+                if numel > 0:
+                    self._await_slots([box])
+                    box.put(0, values.data_ptr() + begin * width, numel * width)
+                    box.post(unit, block.first + at, numel, block.dtype)
+                    sent += numel * width
+        return sent
+
+    def _await_slots(self, boxes: Sequence[Outbox]) -> None:
+        """Wait until every box has a free slot."""
         for box in boxes:
             if not box.ready():
                 self._layout.heap.lanes.settle()
-                host.announce()
+                self._host.announce()
                 self._protocol.await_credit(box.owner, box.credit)
-        if boxes:
-            slots = [(box.owner % shards, box.slot()) for box in boxes]
-            device_mover(self._layout.mover).stage(values, run.numels, run.offsets, slots)
-        for box in boxes:
-            box.post(unit, run.first, run.numel, run.dtype)
-        return len(boxes) * nbytes
 
 
 class DeviceDrain:

@@ -70,13 +70,12 @@ class PushRoute(ABC):
 
 
 class HostRoute(PushRoute):
-    """From owner to owner, block by block. `notify` wakes the daemon of a member."""
+    """From owner to owner, block by block; on a device only adds. `notify` wakes the daemon of a member."""
 
     def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None]) -> None:
         self._protocol, self._layout, self._notify = protocol, protocol.layout, notify
         self._owners = protocol.grid.shard_group_from_next()
         self._boxes: dict[int, Outbox] = {}
-        self._batches = self._layout.heap.lanes.asynchronous  # an owner is notified of several blocks at once
         self._adder = Adder(self._layout)
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
@@ -89,7 +88,8 @@ class HostRoute(PushRoute):
         # This node's sum for an owner on another node lies in its column's heap.
         self._protocol.await_published((nodes.column(owner) if remote else owner,), "push")
         if owner != grid.me and not remote and self._layout.stages:
-            return self.stage(owner, unit, gradients)
+            runs = _runs(pieces_for(unit, gradients, owner % grid.shards))
+            return sum(self._stage_run(self.box(owner), unit, run) for run in runs)
         pieces = list(pieces_for(unit, gradients, owner % grid.shards))
         try:
             self._adder.add(owner, unit, pieces)
@@ -97,15 +97,6 @@ class HostRoute(PushRoute):
             self._protocol.waiter.await_reason(f"pushing unit {unit.name!r}")
             raise
         return sum(piece.values.nbytes for piece in pieces) if owner != grid.me else 0
-
-    def stage(self, owner: int, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
-        """Post what belongs to one owner, on this node, which has begun the epoch; returns the bytes."""
-        box, nbytes = self.box(owner), 0
-        for run in _runs(pieces_for(unit, gradients, owner % self._protocol.grid.shards)):
-            nbytes += self._stage_run(box, unit, run)
-        if self._batches:
-            self._show(box)
-        return nbytes
 
     def box(self, owner: int) -> Outbox:
         """This rank's end of the ring to an owner."""
@@ -122,8 +113,6 @@ class HostRoute(PushRoute):
             taken = 0
             while taken < piece.values.numel():
                 if not filled:
-                    if self._batches and box.credit() <= 0:
-                        self._show(box)
                     self._protocol.await_credit(box.owner, box.credit)
                 count = min(room - filled, piece.values.numel() - taken)
                 source = piece.values.data_ptr() + taken * dtype.itemsize
@@ -138,22 +127,18 @@ class HostRoute(PushRoute):
 
     def _post(self, box: Outbox, unit: UnitSpec, first: int, numel: int, dtype: torch.dtype) -> None:
         box.post(unit, first, numel, dtype)
-        if not self._batches:
-            self._notify(box.owner)
+        self._notify(box.owner)
 
     def post_all(self) -> None:
         for box in self._boxes.values():
-            self._show(box)
+            if box.show():
+                self._notify(box.owner)
 
     def announce(self) -> None:
         """Notify every owner of what was posted to it, which has settled."""
         for box in self._boxes.values():
             if box.announce():
                 self._notify(box.owner)
-
-    def _show(self, box: Outbox) -> None:
-        if box.show():
-            self._notify(box.owner)
 
 
 def _runs(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

@@ -20,7 +20,8 @@ from odc.protocol.words import BOARD_WORDS
 from odc.settings import Settings
 
 HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
-_BLOCK_BYTES, _WHOLE = 1 << 20, 1 << 62  # of a staging block on the CPU and, all there is, on a device
+_BLOCK_BYTES = 1 << 20  # of a staging block on the CPU, where a block is added while the next one is copied
+STAGING_BYTES = 896 << 20  # of all rings that lead to one rank: with eight ranks on a host, slots of up to 64 MiB
 _LANDING_BYTES = 16 << 20
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Of regions, by the first part of their names.
@@ -35,11 +36,14 @@ class Ring:
     slot_bytes: int
 
     @classmethod
-    def fit(cls, units: Sequence[UnitSpec], block_bytes: int) -> Ring:
-        """Two blocks at least, no more than 2 x the largest chunk in all: gradients travel in the compute dtype."""
+    def fit(cls, units: Sequence[UnitSpec], rings: int, block_bytes: int | None = None) -> Ring:
+        """Two blocks at least, of at most `block_bytes`; a ring has no more than 2 x the largest chunk in all, and no
+        more than its part of `STAGING_BYTES`, which `rings` share. Gradients travel in the compute dtype.
+        """
         chunk = max((round_up(unit.pushed_bytes, 64) for unit in units), default=64)
-        slot = max(64, min(block_bytes, chunk))
-        return cls(max(2, 2 * chunk // slot), slot)
+        most = min(2 * chunk, STAGING_BYTES // max(1, rings))
+        slot = max(64, min(block_bytes or most, most // 2) // 64 * 64)
+        return cls(max(2, most // slot), slot)
 
 
 class Regions:
@@ -61,8 +65,8 @@ class Regions:
         self.param_base = [0]
         for unit in self.units:
             self.param_base.append(self.param_base[-1] + len(unit.params))
-        most = _WHOLE if self._on_device else _BLOCK_BYTES  # a device copies a chunk at once; every block is a wait
-        self.ring = Ring.fit(self.units, settings.staging_block_bytes or most)
+        block = settings.staging_block_bytes or (None if self._on_device else _BLOCK_BYTES)  # a device waits a block
+        self.ring = Ring.fit(self.units, len(grid.nodes.local_shard_group) - 1, block)
         self.buffers = 2 if settings.second_buffer else 1
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from support.deferred import DeferredLanes, DeferredMover, late_heaps
-from support.members import BF16, F32, HeapGroup, gradients, room
+from support.members import BF16, F32, F64, HeapGroup, gradients, room
 
+from odc.errors import WaitTimeoutError
 from odc.memory import RobustMutex
-from odc.protocol import Gradient, HostRoute, Outcome, Word
+from odc.protocol import Gradient, HostRoute, Outcome, Word, regions
 from odc.settings import ACCUMULATE_MODES, Settings
 
 MATRICES = [[(f"w{i}", 3000, BF16) for i in range(4)], [("v", 40, BF16), ("b", 5, BF16)]]
@@ -172,14 +173,56 @@ def test_several_dtypes_and_short_gradients_arrive_whole(deferred: list[Deferred
                     assert part.tolist() == [6.0] * real + [0.0] * (spec.numel - real), (owner, spec.name)
 
 
-def test_gradients_wider_than_the_slots_go_in_blocks(deferred: list[DeferredLanes]) -> None:
-    with HeapGroup(MATRICES, 2) as group:
+UNEVEN = [[("norm", 40, BF16), ("w", 3000, BF16), ("v", 3000, BF16), ("head", 11_000, BF16), ("b", 8, F32)]]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F64])
+@pytest.mark.parametrize("short", [0, 700])
+def test_a_unit_goes_through_slots_that_do_not_hold_it(
+    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, short: int
+) -> None:
+    """Whole gradients side by side where a slot holds them, and one that it does not hold part by part."""
+    monkeypatch.setattr(regions, "STAGING_BYTES", 2 * 2 * 8192)
+    with HeapGroup(UNEVEN, 3) as group:
+        (unit,) = group.units
+        ring = group.layouts[0].ring
+        assert (ring.slots, ring.slot_bytes) == (2, 8192) and unit.pushed_bytes > 4 * ring.slot_bytes
         group.publish_all()
-        sent = [Gradient(i, torch.full((6000,), 1.0 + i, dtype=torch.float64)) for i in range(4)]
-        push(group, deferred[0], 0, 0, sent)
-        for layout in group.layouts:
-            total = layout.mine.accumulator(group.units[0]).view(4, 3000)
-            assert [set(row.tolist()) for row in total] == [{1.0}, {2.0}, {3.0}, {4.0}]
+        draw = torch.Generator().manual_seed(0)
+        pushed: list[list[Gradient]] = []
+        expected = torch.zeros(3, unit.numel)
+        for _ in range(3):
+            pushed.append([])
+            for i, spec in enumerate(unit.params):
+                whole = torch.randint(-9, 9, (3, spec.numel), generator=draw).float()
+                numel = 3 * spec.numel - min(short, spec.numel)
+                whole.view(-1)[numel:] = 0.0
+                expected[:, spec.accumulator_offset : spec.accumulator_offset + spec.numel] += whole
+                pushed[-1].append(Gradient(i, whole.view(-1)[:numel].to(dtype)))
+        for member in range(3):
+            push(group, deferred[member], member, 0, pushed[member])
+        for endpoint in group.members:
+            endpoint.done(Outcome.TRAINED)
+        for owner, endpoint in enumerate(group.members):
+            endpoint.protocol.await_done(1)
+            endpoint.protocol.await_accumulated()
+            assert torch.equal(group.layouts[owner].mine.accumulator(unit), expected[owner]), owner
+            blocks = group.layouts[owner].mine.sent.load((owner + 1) % 3)
+            assert blocks >= 5, "several blocks a unit"
+
+
+def test_owners_get_the_parts_of_a_gradient_in_turn(
+    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All owners add at the same time; and a pusher that has filled every slot has announced them all."""
+    monkeypatch.setattr(regions, "STAGING_BYTES", 2 * 2 * 8192)
+    with HeapGroup([[("w", 5 * 4096, BF16)]], 3, by_hand=True, settings=Settings(timeout_s=0.5)) as group:
+        group.publish_all()
+        before = deferred[0].settled
+        with pytest.raises(WaitTimeoutError, match="rank 13"):
+            push(group, deferred[0], 0, 0, gradients(group.units[0], 3, 1.0))
+        assert [group.layouts[owner].mine.sent.load(0) for owner in (1, 2)] == [2, 2]
+        assert deferred[0].settled - before == 1, "one wait for four blocks"
 
 
 # words wait for the device -------------------------------------------------------------------------------------------
@@ -249,7 +292,7 @@ def test_several_blocks_share_one_wait(deferred: list[DeferredLanes]) -> None:
         blocks = group.layouts[1].peer(1).sent.load(0)
         assert blocks == 8, "eight blocks of 4 KiB went to the peer"
         assert group.notified == [1], "who was notified once"
-        assert deferred[0].settled - before == 2, "one wait for the blocks, one for the own chunk"
+        assert deferred[0].settled - before == 1, "one wait for the blocks and the own chunk"
         group.drain(1)
         total = group.layouts[1].peer(1).accumulator(group.units[0])
         assert set(total.tolist()) == {1.0}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.members import BF16, F16, F32, F64, HeapGroup, Layout
 
 from odc.memory import MUTEX_BYTES
-from odc.protocol import UnitSpec
+from odc.protocol import UnitSpec, regions
 from odc.protocol.regions import Ring
 from odc.protocol.words import BOARD_WORDS
 from odc.settings import ACCUMULATE_MODES, Accumulate, Settings
@@ -82,16 +82,27 @@ def test_a_model_without_trained_parameters_can_be_laid_out() -> None:
         assert all(bool((tensor == 3.0).all()) for tensor in out)
 
 
-@given(st.lists(st.integers(0, 300_000), max_size=4), st.integers(64, 16_384).map(lambda n: n * 64))
-def test_a_ring_has_two_slots_at_least_and_twice_the_largest_chunk_at_most(sizes: list[int], block: int) -> None:
+@given(
+    st.lists(st.integers(0, 300_000), max_size=4),
+    st.one_of(st.none(), st.integers(64, 16_384).map(lambda n: n * 64)),
+    st.integers(0, 64),
+    st.integers(1 << 14, 1 << 24),
+)
+def test_a_ring_has_two_slots_at_least_and_no_more_bytes_than_it_may_take(
+    sizes: list[int], block: int | None, rings: int, most: int
+) -> None:
     units = [UnitSpec.build(i, "u", [("p", numel, F32)], F32) for i, numel in enumerate(sizes)]
-    ring = Ring.fit(units, block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions, "STAGING_BYTES", most)
+        ring = Ring.fit(units, rings, block)
     chunk = max([64, *(-(-unit.published_bytes // 64) * 64 for unit in units)])
+    most = min(2 * chunk, most // max(1, rings))
     assert ring.slots >= 2
     assert ring.slot_bytes % 64 == 0
-    assert 64 <= ring.slot_bytes <= min(block, chunk)
-    assert ring.slots * ring.slot_bytes <= 2 * chunk
-    assert (ring.slots + 1) * ring.slot_bytes > 2 * chunk, "the bound is used, not only kept"
+    assert 64 <= ring.slot_bytes <= min(block or chunk, chunk)
+    assert ring.slots * ring.slot_bytes <= most
+    assert (ring.slots + 1) * ring.slot_bytes > most - 2 * 64, "the bound is used, not only kept"
+    assert ring.slots == 2 or block, "no more slots than two where nothing bounds one"
 
 
 LAYOUT: Layout = [[("a", 5, F32), ("b", 3, BF16)], [("c", 7, BF16)], [("empty", 0, F32)]]

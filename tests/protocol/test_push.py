@@ -21,7 +21,7 @@ from odc.settings import ACCUMULATE_MODES, Settings
 def small_slots(slots: int, nbytes: int) -> Iterator[None]:
     """Rings so small that a push of a few elements takes many blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ring, "fit", lambda units, block: Ring(slots, nbytes))
+        patch.setattr(Ring, "fit", lambda *_: Ring(slots, nbytes))
         yield
 
 

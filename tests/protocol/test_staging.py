@@ -19,7 +19,7 @@ SLOTS = 3
 @pytest.fixture(scope="module")
 def group() -> Iterator[HeapGroup]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ring, "fit", lambda units, block: Ring(SLOTS, SLOT))
+        patch.setattr(Ring, "fit", lambda *_: Ring(SLOTS, SLOT))
         with HeapGroup(
             [[("w", 4096, F32)], [("v", 4096, BF16)]], 3, settings=Settings(timeout_s=1.0), by_hand=True
         ) as group:

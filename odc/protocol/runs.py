@@ -1,0 +1,67 @@
+"""How a push is cut for an owner's staging slots: into runs of gradients, and runs into blocks. Arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from odc.protocol.push import Gradient
+from odc.protocol.units import UnitSpec
+
+
+@dataclass(frozen=True)
+class Run:
+    """Gradients of one dtype that lie side by side in every owner's accumulator.
+
+    `start` and `stop` count gradients of the push, `numels` are elements of a shard of each, `offsets` elements from
+    `first` on, `numel` elements at one owner. A gradient may be short of whole shards.
+    """
+
+    start: int
+    stop: int
+    first: int
+    numel: int
+    dtype: torch.dtype
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    def blocks(self, room: int) -> list[Run]:
+        """This run in as few parts as there can be of at most `room` elements at an owner, each of whole gradients.
+
+        A gradient whose shard alone has more than `room` elements is a part of its own.
+        """
+        if self.numel <= room:
+            return [self]
+        parts: list[Run] = []
+        begin = 0
+        for end in range(1, len(self.numels) + 1):
+            numel = sum(self.numels[begin:end])
+            if end < len(self.numels) and numel + self.numels[end] <= room:
+                continue
+            at, numels = self.offsets[begin], self.numels[begin:end]
+            offsets = tuple(offset - at for offset in self.offsets[begin:end])
+            parts.append(
+                Run(self.start + begin, self.start + end, self.first + at, numel, self.dtype, numels, offsets)
+            )
+            begin = end
+        return parts
+
+
+def runs_of(unit: UnitSpec, gradients: Sequence[Gradient]) -> list[Run]:
+    """All of `gradients`, in as few runs as there can be in their order."""
+    runs: list[Run] = []
+    start = 0
+    for stop in range(1, len(gradients) + 1):
+        specs = [unit.params[gradient.param] for gradient in gradients[start:stop]]
+        dtype = gradients[start].values.dtype
+        if stop < len(gradients):
+            following = unit.params[gradients[stop].param].accumulator_offset
+            if following == specs[-1].accumulator_offset + specs[-1].numel and gradients[stop].values.dtype == dtype:
+                continue
+        first, numels = specs[0].accumulator_offset, tuple(spec.numel for spec in specs)
+        offsets = tuple(spec.accumulator_offset - first for spec in specs)
+        runs.append(Run(start, stop, first, sum(numels), dtype, numels, offsets))
+        start = stop
+    return runs
