@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "recovery": frozenset({"fsdp", "memory", "net", "ranks", "runtime", "trace"}),
     "split": frozenset({"balance", "fsdp", "net", "protocol", "runtime", "trace"}),
     "bench": WORK,
-    "doctor": frozenset({"fsdp", "memory", "movers", "net", "protocol", "runtime"}),
+    "doctor": frozenset({"blocks", "fsdp", "memory", "movers", "net", "protocol", "runtime"}),
     "experiments": WORK,
     "integrations": WORK,
     "simulate": frozenset({"arms", "balance"}),

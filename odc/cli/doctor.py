@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Exit, Option
@@ -18,11 +19,24 @@ def doctor(
         ),
     ] = None,
     as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
+    model: Annotated[
+        str | None,
+        Option(
+            help="Print the memory that a GPU holds for this model instead: a Hugging Face config (JSON) or qwen2.5-7b "
+            "and the like; with commas, several.",
+            show_default="none",
+        ),
+    ] = None,
+    ranks: Annotated[int, Option(help="With --model: ranks, all in one mesh.")] = 8,
+    hosts: Annotated[int, Option(help="With --model: hosts that they run on.")] = 1,
 ) -> None:
     """Look at driver, torch, Triton, NVSHMEM, shared memory, network and extras; say what is missing.
 
     Exit code 0: odc can run here (and everything of --need works); 1: it cannot, and the report says why.
+    With --model: a table of memory, computed from the layout of the heap; nothing is allocated or looked at.
     """
+    if model is not None:
+        return _print_ledger([name.strip() for name in model.split(",")], ranks, hosts)
     from odc import doctor as doctors
 
     known = doctors.known_uses()
@@ -56,3 +70,14 @@ def _print(findings: Any, missing: Any, uses: list[str], well: str) -> None:
         text = escape(finding.found) + (f"\n[bold]->[/bold] {escape(finding.do)}" if bad else "")
         made.add_row(finding.what, f"[{style}]{finding.state}[/{style}]", text)
     Console().print(made)
+
+
+def _print_ledger(models: list[str], ranks: int, hosts: int) -> None:
+    from rich.console import Console
+
+    from odc.doctor.ledger import ledger_table
+    from odc.settings import Settings
+    from odc.simulate.catalog import config_named
+
+    configs = {Path(name).stem if name.endswith(".json") else name: config_named(name) for name in models}
+    Console().print(ledger_table(configs, ranks, hosts, Settings()))

@@ -21,7 +21,6 @@ from odc.protocol.runs import Run, runs_of
 from odc.protocol.units import UnitSpec
 from odc.trace import recorder
 
-
 _Key = tuple[int, int, int, torch.dtype]  # where blocks are added: unit, first element, end, and their dtype
 
 
@@ -74,10 +73,10 @@ class DeviceRoute(PushRoute):
     def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[Run]:
         """`runs_of`, which are the same for most pushes of a unit."""
         params = tuple([gradient.param for gradient in gradients])
-        key = unit.index, params, tuple([gradient.values.dtype for gradient in gradients])
-        runs = self._kept.get(key)
+        dtypes = tuple([gradient.values.dtype for gradient in gradients])
+        runs = self._kept.get((unit.index, params, dtypes))
         if runs is None:
-            runs = self._kept[key] = runs_of(unit, gradients)
+            runs = self._kept[unit.index, params, dtypes] = runs_of(unit, params, dtypes)
         return runs
 
     def _add_everywhere(self, unit: UnitSpec, run: Run, values: Sequence[torch.Tensor], owners: Sequence[int]) -> int:

@@ -11,13 +11,9 @@ from odc.movers.choice import mover_for
 from odc.protocol.grid import RankGrid, refuse_unsupported
 from odc.protocol.peers.local import LocalPeer
 from odc.protocol.peers.remote import NodeShare, RemotePeer
-from odc.protocol.regions import Regions
+from odc.protocol.regions import DATA_REGIONS, Regions
 from odc.protocol.units import UnitSpec
 from odc.settings import Settings
-
-_DATA = frozenset(
-    {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived", "landing"}
-)  # regions on the heap's device; the others are words
 
 
 class HeapLayout(Regions):
@@ -34,7 +30,7 @@ class HeapLayout(Regions):
         refuse_unsupported(grid, kernels="auto" if heap.device.type == "cuda" else settings.kernels)
         super().__init__(grid, units, settings, heap.lanes.asynchronous)
         for name, nbytes in self.requests():
-            heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
+            heap.allocate(name, nbytes, words=name.split("/")[0] not in DATA_REGIONS)
         mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
         mesh += f"/nodes of {grid.node_size}" if grid.node_size else ""
         parts = [settings.fingerprint(), mesh, fingerprint]

@@ -24,6 +24,10 @@ _BLOCK_BYTES = 1 << 20  # of a staging block on the CPU, where a block is added 
 STAGING_BYTES = 896 << 20  # of all rings that lead to one rank: with eight ranks on a host, slots of up to 64 MiB
 _LANDING_BYTES = 16 << 20
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DATA_REGIONS = frozenset(
+    {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived", "landing"}
+)  # on the heap's device, by the first part of their names; the others are words
+DATA_ACCOUNTS = frozenset({"published", "accumulator", "staging", "cache", "sums"})  # of the ledger: of these regions
 # Of regions, by the first part of their names.
 _ACCOUNTS = {"headers": "words", "arrived": "sums", "wire": "sums", "landing": "cache"}
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from odc.protocol.push import Gradient
 from odc.protocol.units import UnitSpec
 
 
@@ -42,26 +41,23 @@ class Run:
                 continue
             at, numels = self.offsets[begin], self.numels[begin:end]
             offsets = tuple(offset - at for offset in self.offsets[begin:end])
-            parts.append(
-                Run(self.start + begin, self.start + end, self.first + at, numel, self.dtype, numels, offsets)
-            )
+            parts.append(Run(self.start + begin, self.start + end, self.first + at, numel, self.dtype, numels, offsets))
             begin = end
         return parts
 
 
-def runs_of(unit: UnitSpec, gradients: Sequence[Gradient]) -> list[Run]:
-    """All of `gradients`, in as few runs as there can be in their order."""
+def runs_of(unit: UnitSpec, params: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Run]:
+    """Gradients of `params`, indices in the unit, in as few runs as there can be in their order."""
     runs: list[Run] = []
     start = 0
-    for stop in range(1, len(gradients) + 1):
-        specs = [unit.params[gradient.param] for gradient in gradients[start:stop]]
-        dtype = gradients[start].values.dtype
-        if stop < len(gradients):
-            following = unit.params[gradients[stop].param].accumulator_offset
-            if following == specs[-1].accumulator_offset + specs[-1].numel and gradients[stop].values.dtype == dtype:
+    for stop in range(1, len(params) + 1):
+        specs = [unit.params[param] for param in params[start:stop]]
+        if stop < len(params):
+            following = unit.params[params[stop]].accumulator_offset
+            if following == specs[-1].accumulator_offset + specs[-1].numel and dtypes[stop] == dtypes[start]:
                 continue
         first, numels = specs[0].accumulator_offset, tuple(spec.numel for spec in specs)
         offsets = tuple(spec.accumulator_offset - first for spec in specs)
-        runs.append(Run(start, stop, first, sum(numels), dtype, numels, offsets))
+        runs.append(Run(start, stop, first, sum(numels), dtypes[start], numels, offsets))
         start = stop
     return runs

@@ -39,6 +39,7 @@ def _qwen(
     hidden: int, layers: int, intermediate: int, heads: int, kv_heads: int, vocab: int = 152064
 ) -> dict[str, Any]:
     return {
+        "model_type": "qwen2",
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "intermediate_size": intermediate,

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from support import command
 
 import odc.doctor
 from odc.doctor import Finding, State
+from odc.simulate.catalog import MODELS
 
 WELL = Finding("system", State.OK, "Linux [6.1]")
 NO_GPU = Finding("driver", State.ABSENT, "no driver", "cuda", "pip install 'odc-fsdp[cli]'")
@@ -43,3 +45,27 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> 
 def test_an_unknown_need(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     assert call(monkeypatch, [WELL], "--need", "gpu") == 2
     assert "odc: need: gpu is none of " in capfd.readouterr().err
+
+
+def test_the_memory_of_a_model(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    pytest.importorskip("transformers")
+    small = MODELS["qwen2.5-1.5b"] | {"num_hidden_layers": 1, "vocab_size": 64}
+    (tmp_path / "small.json").write_text(json.dumps(small))
+    assert command.odc("doctor", "--model", f"{tmp_path}/small.json,qwen2.5-7b", "--ranks", "16", "--hosts", "2") == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    rows = [[cell.strip() for cell in line.strip(" |").split("|")] for line in lines if "|" in line]
+    assert rows[0] == ["GB a GPU, 16 ranks on 2 hosts", "small", "qwen2.5-7b"]
+    table = {name: [float(number) for number in numbers] for name, *numbers in rows[2:]}
+    assert table["FSDP2 holds"][1] == pytest.approx(4 * table["parameters"][1], abs=0.03)
+    parts = [
+        "published shards",
+        "accumulators",
+        "staging rings",
+        "cache of other hosts' shards",
+        "sums for other hosts",
+    ]
+    assert table["odc adds"][1] == pytest.approx(sum(table[part][1] for part in parts), abs=0.03)
+    assert table["as a share of FSDP2's"][1] == pytest.approx(table["odc adds"][1] / table["FSDP2 holds"][1], abs=0.01)
+    assert command.odc("doctor", "--model", "qwen9-1b") == 2
+    assert "odc: model: 'qwen9-1b' is neither a config file nor one of " in capfd.readouterr().err

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.members import BF16, F32
 
-from odc.protocol import Gradient, UnitSpec
+from odc.protocol import UnitSpec
 from odc.protocol.runs import runs_of
 
 
@@ -16,8 +18,8 @@ from odc.protocol.runs import runs_of
 def test_blocks_hold_every_gradient_once_and_fit(params: list[tuple[int, torch.dtype, bool]], room: int) -> None:
     unit = UnitSpec.build(0, "u", [(f"p{i}", numel, dtype) for i, (numel, dtype, _) in enumerate(params)], F32)
     pushed = [i for i, (_, _, there) in enumerate(params) if there]
-    gradients = [Gradient(i, torch.zeros(2 * params[i][0], dtype=params[i][1])) for i in pushed]
-    blocks = [(run, block) for run in runs_of(unit, gradients) for block in run.blocks(room)]
+    runs = runs_of(unit, pushed, [params[i][1] for i in pushed])
+    blocks = [(run, block) for run in runs for block in run.blocks(room)]
     found: list[tuple[int, int, int]] = []
     for run, block in blocks:
         assert block.stop - block.start == len(block.numels) == len(block.offsets)
@@ -30,5 +32,5 @@ def test_blocks_hold_every_gradient_once_and_fit(params: list[tuple[int, torch.d
         ]
     specs = [unit.params[i] for i in pushed]
     assert found == [(at, spec.accumulator_offset, spec.numel) for at, spec in enumerate(specs)]
-    for (one, first), (other, second) in zip(blocks, blocks[1:], strict=False):
+    for (one, first), (other, second) in itertools.pairwise(blocks):
         assert one is not other or first.numel + second.numels[0] > room, "no block more than need be"

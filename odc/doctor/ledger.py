@@ -1,0 +1,171 @@
+"""What a rank of a model holds on its device: FSDP2's shards and optimizer, and beside them odc's heap.
+
+The heap is laid out by the code that lays out a real one, `odc.protocol.regions`; nothing is allocated and no device is
+needed. What comes and goes within a step is not counted: unsharded units, activations, gradients on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from odc.blocks import blocks_of
+from odc.errors import ConfigError, OdcError, install
+from odc.protocol import RankGrid, UnitSpec, accumulator_dtype
+from odc.protocol.regions import DATA_ACCOUNTS, Regions
+from odc.settings import Settings
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_ADAM = 2  # moments of a parameter, in its dtype
+
+
+@dataclass(frozen=True)
+class MemoryLedger:
+    """Bytes of rank 0, whose shards are never short, by purpose.
+
+    `fsdp2` is what FSDP2 holds from step to step, with gradients and Adam's moments; `added` what odc's heap adds on
+    the device; `host` what the heap takes of the host's memory.
+    """
+
+    fsdp2: Mapping[str, int]
+    added: Mapping[str, int]
+    host: int
+
+    @property
+    def share(self) -> float:
+        """What odc adds, as a share of what FSDP2 holds."""
+        return sum(self.added.values()) / sum(self.fsdp2.values())
+
+
+def memory_ledger(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    ranks: int,
+    hosts: int = 1,
+    settings: Settings | None = None,
+    compute: torch.dtype = torch.bfloat16,
+    on_device: bool = True,
+) -> MemoryLedger:
+    """The ledger of `model`, perhaps on the meta device, of whose `blocks` each is sharded, and at last itself.
+
+    Args:
+        ranks: of a 1-D mesh over all ranks.
+        hosts: how many they run on, as many on each.
+        compute: what parameters are converted to, by a mixed precision policy.
+        on_device: False for ranks on the CPU.
+
+    Raises ConfigError where the ranks do not divide into hosts.
+    """
+    regions = regions_of(model, blocks, ranks, hosts, settings or Settings(), compute, on_device)
+    account = regions.ledger()
+    added = {name: nbytes for name, nbytes in account.items() if name in DATA_ACCOUNTS}
+    shards = sum(_shard(one, ranks) * one.element_size() for one in model.parameters())
+    gradients = sum(_shard(one, ranks) * one.element_size() for one in model.parameters() if one.requires_grad)
+    fsdp2 = {"parameters": shards, "gradients": gradients, "moments": _ADAM * gradients}
+    return MemoryLedger(fsdp2, added, sum(account.values()) - sum(added.values()))
+
+
+def regions_of(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    ranks: int,
+    hosts: int,
+    settings: Settings,
+    compute: torch.dtype,
+    on_device: bool,
+) -> Regions:
+    """What lies in the heap of rank 0; arguments as of `memory_ledger`."""
+    if ranks < 1 or hosts < 1 or ranks % hosts:
+        raise ConfigError(f"hosts: {ranks} ranks cannot be divided evenly over {hosts} hosts")
+    places = tuple(rank // (ranks // hosts) for rank in range(ranks)) if hosts > 1 else ()
+    grid, taken = RankGrid(tuple(range(ranks)), ranks, 0, places), set[int]()
+    units = [_unit(i, block, ranks, settings, compute, taken) for i, block in enumerate([*blocks, model])]
+    return Regions(grid, [unit for unit in units if unit.params], settings, on_device)
+
+
+def _unit(
+    index: int, module: nn.Module, shards: int, settings: Settings, compute: torch.dtype, taken: set[int]
+) -> UnitSpec:
+    """What `module` holds beside the parameters that are `taken` by units before it; they are added to these."""
+    found = {name: one for name, one in module.named_parameters() if id(one) not in taken}
+    taken.update(map(id, found.values()))
+    frozen: Collection[str] = {name for name, one in found.items() if not one.requires_grad}
+    params = [(name, _shard(one, shards), compute) for name, one in found.items()]
+    return UnitSpec.build(index, type(module).__name__, params, accumulator_dtype(settings.reproducible), frozen)
+
+
+def _shard(parameter: nn.Parameter, shards: int) -> int:
+    """Elements of a padded shard, as FSDP2 pads it: of the first of torch's chunks."""
+    return torch.chunk(parameter, shards)[0].numel()
+
+
+def model_of(config: Mapping[str, Any]) -> nn.Module:
+    """The causal language model of a Hugging Face config, without memory: its parameters are on the meta device.
+
+    Raises ConfigError for a config of no such model, OdcError without transformers.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise OdcError(f"building a model from its config needs transformers: {install('train')}") from error
+    known = {name: value for name, value in config.items() if name != "model_type"}
+    try:
+        made = AutoConfig.for_model(config.get("model_type", ""), **known)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    except Exception as error:  # of transformers' code for this config
+        raise ConfigError(f"model: no causal language model can be built from this config: {error}") from error
+    return model
+
+
+_PARTS = {
+    "parameters": "parameters",
+    "gradients": ".grad",
+    "moments": "Adam's moments",
+    "published": "published shards",
+    "accumulator": "accumulators",
+    "staging": "staging rings",
+    "cache": "cache of other hosts' shards",
+    "sums": "sums for other hosts",
+}
+
+
+def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: int, settings: Settings) -> Table:
+    """A rich table in Markdown, in GB of 1e9 bytes a GPU, with a column for each of `configs` by name: fp32 parameters,
+    bf16 compute.
+    """
+    from rich import box
+    from rich.table import Table
+
+    ledgers = []
+    for config in configs.values():
+        model = model_of(config)
+        ledgers.append(memory_ledger(model, blocks_of(model), ranks=ranks, hosts=hosts, settings=settings))
+    where = "one host" if hosts == 1 else f"{hosts} hosts"
+    table = Table(box=box.MARKDOWN)
+    table.add_column(f"GB a GPU, {ranks} ranks on {where}")
+    for name in configs:
+        table.add_column(name, justify="right")
+
+    def row(text: str, numbers: Sequence[str]) -> None:
+        table.add_row(text, *numbers)
+
+    for part in ledgers[0].fsdp2:
+        row(_PARTS[part], [_gigabytes(one.fsdp2[part]) for one in ledgers])
+    row("FSDP2 holds", [_gigabytes(sum(one.fsdp2.values())) for one in ledgers])
+    for part in ledgers[0].added:
+        row(_PARTS[part], [_gigabytes(one.added[part]) for one in ledgers])
+    row("odc adds", [_gigabytes(sum(one.added.values())) for one in ledgers])
+    row("as a share of FSDP2's", [f"{one.share:.2f}" for one in ledgers])
+    return table
+
+
+def _gigabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f}"

@@ -1,0 +1,124 @@
+"""The ledger is computed from a config alone; real jobs, over the same ranks, reserve what it says."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from support.on_ranks import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from odc import Settings, fully_shard
+from odc.blocks import blocks_of
+from odc.doctor.ledger import MemoryLedger, memory_ledger, model_of, regions_of
+from odc.errors import ConfigError
+from odc.fsdp import root_of
+from odc.protocol import RankGrid
+from odc.protocol.regions import Regions
+from odc.simulate.catalog import MODELS
+
+TINY = {
+    "model_type": "qwen2",
+    "vocab_size": 57,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(reproducible=True, second_buffer=True)])
+@on_ranks(2)
+def test_a_real_job_reserves_what_the_ledger_says(rank: int, world: int, settings: Settings) -> None:
+    pytest.importorskip("transformers")
+    config = TINY | {"tie_word_embeddings": True}
+    shapes = model_of(config)
+    model = cast(Any, model_of(config).to_empty(device="cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.01)
+    blocks = blocks_of(model)
+    model.lm_head.weight = model.model.embed_tokens.weight
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (world,)), mp_policy=policy, settings=settings)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.arange(9)[None]).logits.float().sum().backward()
+    optimizer.step()
+    layout = root_of(model).layout
+    found = regions_of(shapes, blocks_of(shapes), world, 1, settings, torch.bfloat16, on_device=False)
+    assert sorted(map(_size, found.requests())) == sorted(map(_size, layout.requests()))
+    assert found.ring == layout.ring
+    reserved = layout.heap.bytes_by_name()
+    reserved.pop("heap/layout")
+    ledger = memory_ledger(shapes, blocks_of(shapes), ranks=world, settings=settings, on_device=False)
+    assert sum(ledger.added.values()) + ledger.host == sum(reserved.values())
+    held = {"parameters": 0, "gradients": 0, "moments": 0}
+    for parameter in model.parameters():
+        held["parameters"] += cast(DTensor, parameter).to_local().nbytes
+        held["gradients"] += cast(DTensor, parameter.grad).to_local().nbytes
+        state = optimizer.state[parameter]
+        held["moments"] += sum(cast(DTensor, state[name]).to_local().nbytes for name in ("exp_avg", "exp_avg_sq"))
+    if rank == 0:
+        assert ledger.fsdp2 == held
+
+
+def _size(request: tuple[str, int]) -> tuple[str, int]:
+    """By kind: a root lists its own unit first, the ledger last."""
+    name, nbytes = request
+    return name.split("/")[0], nbytes
+
+
+def qwen(name: str, ranks: int = 8, hosts: int = 1, **settings: Any) -> MemoryLedger:
+    pytest.importorskip("transformers")
+    model = model_of(MODELS[name])
+    return memory_ledger(model, blocks_of(model), ranks=ranks, hosts=hosts, settings=Settings(**settings))
+
+
+def test_seven_billion_parameters_on_eight_ranks() -> None:
+    ledger = qwen("qwen2.5-7b")
+    assert ledger.fsdp2["parameters"] == pytest.approx(7.616e9 * 4 / 8, rel=1e-3)
+    assert ledger.added["staging"] <= 1.0e9
+    assert ledger.share <= 0.45
+    assert ledger.host < 16 << 20, "words are not the device's"
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 16, 64])
+def test_staging_is_bounded_however_many_ranks_share_a_host(ranks: int) -> None:
+    assert qwen("qwen2.5-32b", ranks).added["staging"] <= 1.0e9
+
+
+def test_over_hosts_the_regions_are_those_of_a_mesh_over_hosts() -> None:
+    pytest.importorskip("transformers")
+    model = model_of(TINY)
+    found = regions_of(model, blocks_of(model), 8, 4, Settings(), torch.bfloat16, on_device=True)
+    grid = RankGrid(tuple(range(8)), 8, 0, (0, 0, 1, 1, 2, 2, 3, 3))
+    assert found.requests() == Regions(grid, found.units, Settings(), True).requests()
+    assert {"cache", "sums"} <= found.ledger().keys()
+
+
+def test_what_is_frozen_has_no_gradient() -> None:
+    pytest.importorskip("transformers")
+    model = model_of(TINY)
+    before = memory_ledger(model, blocks_of(model), ranks=4)
+    model.requires_grad_(False)
+    blocks_of(model)[0].requires_grad_(True)
+    after = memory_ledger(model, blocks_of(model), ranks=4)
+    assert after.fsdp2["parameters"] == before.fsdp2["parameters"]
+    assert after.fsdp2["moments"] == 2 * after.fsdp2["gradients"] < before.fsdp2["moments"]
+    assert after.added["accumulator"] < before.added["accumulator"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "config", "message"),
+    [(8, 3, TINY, "cannot be divided evenly over 3 hosts"), (8, 1, {"model_type": "no such"}, "^model: no causal")],
+)
+def test_what_cannot_be_computed(ranks: int, hosts: int, config: dict[str, Any], message: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=message):
+        model = model_of(config)
+        memory_ledger(model, blocks_of(model), ranks=ranks, hosts=hosts)
