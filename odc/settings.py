@@ -39,6 +39,10 @@ class Settings:
             that there is no queue. Needs libatomic.
         second_buffer: also keep the previously published version, so that readers outside the job (`odc.handover`) have
             a whole step to fetch it. Doubles the memory of the published shard.
+        gradient_views: `.grad` lies in the accumulator and takes no memory of its own. The next minibatch or evaluation
+            writes there: what is still a parameter's `.grad` then is copied first, any other view of it is not (zero
+            gradients with `set_to_none=True`, and copy what you keep). Needs gradients in the accumulator's dtype, and
+            one owner of each shard.
         stale_check: before each root forward in an open minibatch, compare this rank's shards with the published ones.
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
         address: of this host, where the job's other hosts reach it; "" takes the interface by which the job's
@@ -69,6 +73,7 @@ class Settings:
     copy_engine_bytes: int = 1 << 20
     queue_bytes: int = 0
     second_buffer: bool = False
+    gradient_views: bool = False
     stale_check: bool = True
     trace: bool = True
     kernels: Kernels = "auto"

@@ -36,7 +36,8 @@ def doctor(
     With --model: a table of memory, computed from the layout of the heap; nothing is allocated or looked at.
     """
     if model is not None:
-        return _print_ledger([name.strip() for name in model.split(",")], ranks, hosts)
+        _print_ledger([name.strip() for name in model.split(",")], ranks, hosts)
+        return
     from odc import doctor as doctors
 
     known = doctors.known_uses()
@@ -76,8 +77,7 @@ def _print_ledger(models: list[str], ranks: int, hosts: int) -> None:
     from rich.console import Console
 
     from odc.doctor.ledger import ledger_table
-    from odc.settings import Settings
     from odc.simulate.catalog import config_named
 
     configs = {Path(name).stem if name.endswith(".json") else name: config_named(name) for name in models}
-    Console().print(ledger_table(configs, ranks, hosts, Settings()))
+    Console().print(ledger_table(configs, ranks, hosts))

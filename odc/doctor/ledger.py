@@ -6,7 +6,7 @@ needed. What comes and goes within a step is not counted: unsharded units, activ
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,18 +29,24 @@ _ADAM = 2  # moments of a parameter, in its dtype
 class MemoryLedger:
     """Bytes of rank 0, whose shards are never short, by purpose.
 
-    `fsdp2` is what FSDP2 holds from step to step, with gradients and Adam's moments; `added` what odc's heap adds on
-    the device; `host` what the heap takes of the host's memory.
+    `fsdp2` is what FSDP2 holds from step to step, with gradients and Adam's moments; `heap` what odc's heap takes on
+    the device, `host` of the host's memory; `saved` what FSDP2 holds and odc does not, as it lies in the heap.
     """
 
     fsdp2: Mapping[str, int]
-    added: Mapping[str, int]
+    heap: Mapping[str, int]
     host: int
+    saved: int
+
+    @property
+    def added(self) -> int:
+        """What odc takes more than FSDP2."""
+        return sum(self.heap.values()) - self.saved
 
     @property
     def share(self) -> float:
         """What odc adds, as a share of what FSDP2 holds."""
-        return sum(self.added.values()) / sum(self.fsdp2.values())
+        return self.added / sum(self.fsdp2.values())
 
 
 def memory_ledger(
@@ -63,13 +69,14 @@ def memory_ledger(
 
     Raises ConfigError where the ranks do not divide into hosts.
     """
-    regions = regions_of(model, blocks, ranks, hosts, settings or Settings(), compute, on_device)
-    account = regions.ledger()
-    added = {name: nbytes for name, nbytes in account.items() if name in DATA_ACCOUNTS}
+    settings = settings or Settings()
+    account = regions_of(model, blocks, ranks, hosts, settings, compute, on_device).ledger()
+    heap = {name: nbytes for name, nbytes in account.items() if name in DATA_ACCOUNTS}
     shards = sum(_shard(one, ranks) * one.element_size() for one in model.parameters())
     gradients = sum(_shard(one, ranks) * one.element_size() for one in model.parameters() if one.requires_grad)
     fsdp2 = {"parameters": shards, "gradients": gradients, "moments": _ADAM * gradients}
-    return MemoryLedger(fsdp2, added, sum(account.values()) - sum(added.values()))
+    saved = gradients if settings.gradient_views else 0
+    return MemoryLedger(fsdp2, heap, sum(account.values()) - sum(heap.values()), saved)
 
 
 def regions_of(
@@ -137,35 +144,35 @@ _PARTS = {
 }
 
 
-def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: int, settings: Settings) -> Table:
+def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: int) -> Table:
     """A rich table in Markdown, in GB of 1e9 bytes a GPU, with a column for each of `configs` by name: fp32 parameters,
-    bf16 compute.
+    bf16 compute. Raises OdcError and ConfigError as `model_of` and `memory_ledger`.
     """
     from rich import box
     from rich.table import Table
 
-    ledgers = []
+    ledgers: dict[bool, list[MemoryLedger]] = {False: [], True: []}
     for config in configs.values():
         model = model_of(config)
-        ledgers.append(memory_ledger(model, blocks_of(model), ranks=ranks, hosts=hosts, settings=settings))
-    where = "one host" if hosts == 1 else f"{hosts} hosts"
-    table = Table(box=box.MARKDOWN)
-    table.add_column(f"GB a GPU, {ranks} ranks on {where}")
+        blocks = blocks_of(model)
+        for views, found in ledgers.items():
+            settings = Settings(gradient_views=views)
+            found.append(memory_ledger(model, blocks, ranks=ranks, hosts=hosts, settings=settings))
+    table = Table(f"GB a GPU, {ranks} ranks on " + ("one host" if hosts == 1 else f"{hosts} hosts"), box=box.MARKDOWN)
     for name in configs:
         table.add_column(name, justify="right")
 
-    def row(text: str, numbers: Sequence[str]) -> None:
-        table.add_row(text, *numbers)
+    def row(name: str, numbers: Iterable[float]) -> None:
+        table.add_row(name, *(f"{number:.2f}" for number in numbers))
 
-    for part in ledgers[0].fsdp2:
-        row(_PARTS[part], [_gigabytes(one.fsdp2[part]) for one in ledgers])
-    row("FSDP2 holds", [_gigabytes(sum(one.fsdp2.values())) for one in ledgers])
-    for part in ledgers[0].added:
-        row(_PARTS[part], [_gigabytes(one.added[part]) for one in ledgers])
-    row("odc adds", [_gigabytes(sum(one.added.values())) for one in ledgers])
-    row("as a share of FSDP2's", [f"{one.share:.2f}" for one in ledgers])
+    plain, views = ledgers[False], ledgers[True]
+    for part in plain[0].fsdp2:
+        row(_PARTS[part], [one.fsdp2[part] / 1e9 for one in plain])
+    row("FSDP2 holds", [sum(one.fsdp2.values()) / 1e9 for one in plain])
+    for part in plain[0].heap:
+        row(_PARTS[part], [one.heap[part] / 1e9 for one in plain])
+    row("odc adds", [one.added / 1e9 for one in plain])
+    row("as a share", [one.share for one in plain])
+    row("with gradient_views", [one.added / 1e9 for one in views])
+    row("as a share", [one.share for one in views])
     return table
-
-
-def _gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -135,6 +135,7 @@ class ShardedParam:
         `flat` is 1-D in `gradient_dtype`; a fresh `.grad` is a view of it.
         """
         param = self._param
+        first += flat.storage_offset()  # which a part of a heap has
         grad = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, first)
         if param.sharded_param.grad is None:
             param.sharded_param.grad = param.to_sharded_dtensor(grad)
@@ -143,6 +144,12 @@ class ShardedParam:
         hooks = getattr(param.sharded_param, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
             hook(param.sharded_param)
+
+    def move_gradient(self, lies_there: Callable[[torch.Tensor], bool]) -> None:
+        """Give `.grad`, which stays the same DTensor, memory of its own if its local part `lies_there`."""
+        grad: Any = self._param.sharded_param.grad
+        if grad is not None and lies_there(grad._local_tensor):
+            grad._local_tensor = grad._local_tensor.clone()
 
 
 def params_of(group: FSDPParamGroup) -> Iterator[ShardedParam]:

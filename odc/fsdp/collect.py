@@ -34,6 +34,16 @@ class Collector:
         self._seen = torch.zeros(member.layout.param_base[-1], dtype=torch.int64)
         self.dirty = [False] * len(groups)
         self.writing = False
+        self._views = member.layout.settings.gradient_views
+
+    @torch.no_grad()
+    def release_accumulators(self) -> None:
+        """Copy every `.grad` that is a view of an accumulator: the next epoch is about to begin."""
+        if not self._views:
+            return
+        for group in self._groups:
+            for param in group.odc_params:
+                param.move_gradient(self._member.layout.is_mine)
 
     @torch.no_grad()
     def collect(self, who: str) -> AbandonedMinibatchError | None:
@@ -74,7 +84,8 @@ class Collector:
                 flags = list(used[base : base + len(unit.params)])
                 self.dirty[unit.index] = any(flags)
                 divide = group.gradient_divide_factor or float(len(layout.grid.ranks))
-                write_gradients(self._member.reduction, unit, group.odc_params, flags, divide)
+                into = layout.mine.accumulator(unit) if self._views else None
+                write_gradients(self._member.reduction, unit, group.odc_params, flags, divide, into)
         finally:
             self.writing = False
 
@@ -87,14 +98,15 @@ def push_counts(layout: HeapLayout) -> torch.Tensor:
     return counts
 
 
-def reduced(reduction: Reduction, unit: UnitSpec, divide_by: float) -> torch.Tensor:
+def reduced(reduction: Reduction, unit: UnitSpec, divide_by: float, into: torch.Tensor | None = None) -> torch.Tensor:
     """This rank's shard of the gradient of `unit`, 1-D [unit.numel] in the accumulator's dtype, divided by `divide_by`.
 
-    Sums in the order of its `parts`: every rank of a replica group computes the same bits.
+    Sums in the order of its `parts`: every rank of a replica group computes the same bits. `into` may be one of them.
     """
     first, *others = reduction.parts(unit)
-    total = torch.empty_like(first, dtype=unit.accumulator_dtype)
-    if total.device.type == "cpu":
+    # A sum of several is brought `into` place when it is whole: the place holds one of them.
+    total = torch.empty_like(first, dtype=unit.accumulator_dtype) if into is None or others else into
+    if total.device.type == "cpu" and total is not into:
         advise_huge(total)  # freshly allocated: much of the time would be page faults
     if not others:
         return torch.div(first, divide_by, out=total)
@@ -104,20 +116,26 @@ def reduced(reduction: Reduction, unit: UnitSpec, divide_by: float) -> torch.Ten
         total.copy_(first)
     for part in others:
         total.add_(part)
-    return total.div_(divide_by)
+    total.div_(divide_by)
+    return total if into is None else into.copy_(total)
 
 
 def write_gradients(
-    reduction: Reduction, unit: UnitSpec, params: list[ShardedParam], used: list[bool], divide: float
+    reduction: Reduction,
+    unit: UnitSpec,
+    params: list[ShardedParam],
+    used: list[bool],
+    divide: float,
+    into: torch.Tensor | None = None,
 ) -> None:
     """Add the minibatch's gradients of one unit to `.grad`, divided by `divide`, and run post-accumulate hooks.
 
-    `used`: for each of `params` whether any rank pushed to it in this minibatch.
+    `used`: for each of `params` whether any rank pushed to it in this minibatch. A fresh `.grad` is a view of `into`.
     """
     wanted = [used_ and param.parameter.requires_grad for used_, param in zip(used, params, strict=True)]
     if not any(wanted):
         return
-    total = reduced(reduction, unit, divide)
+    total = reduced(reduction, unit, divide, into)
     dtypes = {param.gradient_dtype for param, yes in zip(params, wanted, strict=True) if yes}
     by_dtype = {dtype: total.to(dtype) for dtype in dtypes}
     for spec, param, yes in zip(unit.params, params, wanted, strict=True):

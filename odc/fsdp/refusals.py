@@ -18,8 +18,9 @@ from odc.errors import (
     UnfinishedMinibatchError,
     UnsupportedError,
 )
+from odc.fsdp._torch_param import ShardedParam
 from odc.movers.choice import device_mover
-from odc.protocol import Gradient, HeapLayout, MemberProtocol, Outcome, RootState, UnitSpec
+from odc.protocol import Gradient, HeapLayout, MemberProtocol, Outcome, RankGrid, RootState, UnitSpec
 from odc.protocol.queue import Queue
 
 NOT_SHARDED = "is not sharded by odc: call odc.fully_shard on it too, last, after its layers"
@@ -33,6 +34,22 @@ def refuse_early_begin(who: str, state: RootState) -> None:
             "handle of finalize_backward(async_op=True) first; models that share a backward end together inside "
             "`with odc.minibatch(a, b):`; after an error at the end of a minibatch restart the job"
         )
+
+
+def refuse_gradient_views(who: str, grid: RankGrid, units: Sequence[tuple[UnitSpec, Sequence[ShardedParam]]]) -> None:
+    """`Settings(gradient_views=True)`, where the accumulator cannot be the gradient."""
+    if len(grid.replica_group) > 1:
+        raise UnsupportedError(
+            f"{who}: Settings(gradient_views=True) does not go with {len(grid.replica_group)} replicas, which read "
+            "each other's accumulators; shard over all ranks"
+        )
+    for unit, params in units:
+        for spec, param in zip(unit.params, params, strict=True):
+            if spec.trained and param.gradient_dtype != unit.accumulator_dtype:
+                raise UnsupportedError(
+                    f"{who}: Settings(gradient_views=True) needs gradients in the dtype of the accumulators: that of "
+                    f"{spec.name!r} is {param.gradient_dtype}, unit {unit.name!r} sums in {unit.accumulator_dtype}"
+                )
 
 
 def refuse_unwritten(who: str, doing: str, state: RootState) -> None:

@@ -20,7 +20,7 @@ from odc.fsdp._torch_param import params_of
 from odc.fsdp.fetcher import Fetcher
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.minibatch import Minibatch
-from odc.fsdp.refusals import refuse_stale
+from odc.fsdp.refusals import refuse_gradient_views, refuse_stale
 from odc.fsdp.root_layout import (
     agreed_settings,
     calls_below,
@@ -58,6 +58,9 @@ class Root:
         for group in groups:
             group.odc_params = list(params_of(group))
         units = [unit_of(i, group, settings) for i, group in enumerate(groups)]
+        if settings.gradient_views:
+            params = [group.odc_params for group in groups]
+            refuse_gradient_views(f"rank {rank}", grid, list(zip(units, params, strict=True)))
         if compat.device_of(groups[0]).type == "cpu":
             # One unit in use, one fetched ahead, and the gradients of two on their way.
             keep_freed(4 * grid.shards * max(unit.published_bytes for unit in units))

@@ -85,8 +85,9 @@ def equals_the_whole_model(rank: int, world: int, settings: Settings, low: bool)
         Settings(accumulate="direct"),
         Settings(reproducible=True),
         Settings(staging_block_bytes=4096),  # a weight's shard of 16 KiB goes through a slot in parts
+        Settings(gradient_views=True),
     ],
-    ids=["default", "no overlap", "direct", "reproducible", "small slots"],
+    ids=["default", "no overlap", "direct", "reproducible", "small slots", "gradient views"],
 )
 def test_fp32_equals_the_unsharded_model(ranks, world: int, settings: Settings) -> None:
     assert max(ranks(world).run(equals_the_whole_model, settings, False, timeout=240)) < 1e-4

@@ -122,6 +122,17 @@ def oracle_sees_one_rounding_too_many(rank: int, world: int, case: Case) -> tupl
     )
 
 
+@pytest.mark.parametrize("accumulate", ["server", "direct"])
+@pytest.mark.parametrize("low_precision", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("counts", [ONE, ((3, 3),)], ids=["one", "three"])
+def test_gradients_that_lie_in_the_accumulators(
+    ranks: Pools, counts: tuple[tuple[int, int], ...], low_precision: bool, accumulate: Any
+) -> None:
+    """Of three backwards each ends a minibatch: the gradient of the ones before is kept, and added to."""
+    case = Case(counts=counts, low_precision=low_precision)
+    ranks(2).run(same_unchanged, case, Settings(accumulate=accumulate, gradient_views=True))
+
+
 # Many microbatches run the other variants too.
 ONE_BACKWARD = [
     pytest.param(name, marks=() if name in ("plain", "compiled") else pytest.mark.thorough)
