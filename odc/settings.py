@@ -32,7 +32,8 @@ class Settings:
         prefetch: units fetched ahead of use (0: fetch when reached).
         push_overlap: push on a sender thread during backward (False: push before backward continues).
         staging_block_bytes: largest block of one staged push, in bytes. None: 1 MiB on the CPU, where a block is added
-            while the next one is copied, and all that one push brings to an owner on a device.
+            while the next one is copied; on a device all that one push brings to an owner, up to half of the ring's
+            part of 896 MiB, which all rings into a rank share.
         copy_engine_bytes: on a device, pieces of peers' memory from this size on go by the copy engine, smaller ones
             and this rank's own by a kernel.
         queue_bytes: bytes of each rank's heap for the microbatches it offers in one minibatch (`model.claim`); 0 means

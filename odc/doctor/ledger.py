@@ -132,21 +132,9 @@ def model_of(config: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-_PARTS = {
-    "parameters": "parameters",
-    "gradients": ".grad",
-    "moments": "Adam's moments",
-    "published": "published shards",
-    "accumulator": "accumulators",
-    "staging": "staging rings",
-    "cache": "cache of other hosts' shards",
-    "sums": "sums for other hosts",
-}
-
-
 def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: int) -> Table:
     """A rich table in Markdown, in GB of 1e9 bytes a GPU, with a column for each of `configs` by name: fp32 parameters,
-    bf16 compute. Raises OdcError and ConfigError as `model_of` and `memory_ledger`.
+    bf16 compute, AdamW. Raises OdcError and ConfigError as `model_of` and `memory_ledger`.
     """
     from rich import box
     from rich.table import Table
@@ -155,8 +143,8 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
     for config in configs.values():
         model = model_of(config)
         blocks = blocks_of(model)
-        for views, found in ledgers.items():
-            settings = Settings(gradient_views=views)
+        for in_place, found in ledgers.items():
+            settings = Settings(gradient_views=in_place)
             found.append(memory_ledger(model, blocks, ranks=ranks, hosts=hosts, settings=settings))
     table = Table(f"GB a GPU, {ranks} ranks on " + ("one host" if hosts == 1 else f"{hosts} hosts"), box=box.MARKDOWN)
     for name in configs:
@@ -166,13 +154,11 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
         table.add_row(name, *(f"{number:.2f}" for number in numbers))
 
     plain, views = ledgers[False], ledgers[True]
-    for part in plain[0].fsdp2:
-        row(_PARTS[part], [one.fsdp2[part] / 1e9 for one in plain])
-    row("FSDP2 holds", [sum(one.fsdp2.values()) / 1e9 for one in plain])
+    row("FSDP2", [sum(one.fsdp2.values()) / 1e9 for one in plain])
     for part in plain[0].heap:
-        row(_PARTS[part], [one.heap[part] / 1e9 for one in plain])
+        row(part, [one.heap[part] / 1e9 for one in plain])
     row("odc adds", [one.added / 1e9 for one in plain])
-    row("as a share", [one.share for one in plain])
+    row("share of FSDP2", [one.share for one in plain])
     row("with gradient_views", [one.added / 1e9 for one in views])
-    row("as a share", [one.share for one in views])
+    row("share of FSDP2", [one.share for one in views])
     return table

@@ -135,8 +135,8 @@ class ShardedParam:
         `flat` is 1-D in `gradient_dtype`; a fresh `.grad` is a view of it.
         """
         param = self._param
-        first += flat.storage_offset()  # which a part of a heap has
-        grad = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, first)
+        start = flat.storage_offset() + first  # a part of a heap does not begin its storage
+        grad = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, start)
         if param.sharded_param.grad is None:
             param.sharded_param.grad = param.to_sharded_dtensor(grad)
         else:

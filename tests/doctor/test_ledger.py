@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from odc import Settings, fully_shard
 from odc.blocks import blocks_of
-from odc.doctor.ledger import MemoryLedger, memory_ledger, model_of, regions_of
+from odc.doctor.ledger import MemoryLedger, ledger_table, memory_ledger, model_of, regions_of
 from odc.errors import ConfigError
 from odc.fsdp import root_of
 from odc.protocol import RankGrid
@@ -122,3 +124,13 @@ def test_what_cannot_be_computed() -> None:
         memory_ledger(model, blocks_of(model), ranks=8, hosts=3)
     with pytest.raises(ConfigError, match="^model: no causal language model"):
         model_of({"model_type": "no such"})
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [(8, 1), (64, 8)])
+def test_the_page_has_the_table_that_the_command_prints(ranks: int, hosts: int) -> None:
+    pytest.importorskip("transformers")
+    console, models = pytest.importorskip("rich.console"), ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b")
+    printed = io.StringIO()
+    console.Console(file=printed, width=80).print(ledger_table({name: MODELS[name] for name in models}, ranks, hosts))
+    table = "\n".join(line.strip() for line in printed.getvalue().splitlines() if line.strip())
+    assert table in (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8"), table
