@@ -133,7 +133,7 @@ def model_of(config: Mapping[str, Any]) -> nn.Module:
 
 
 def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: int) -> Table:
-    """A rich table in Markdown, in GB of 1e9 bytes a GPU, with a column for each of `configs` by name: fp32 parameters,
+    """A rich table in GB of 1e9 bytes a GPU, with a column for each of `configs` by name: fp32 parameters,
     bf16 compute, AdamW. Raises OdcError and ConfigError as `model_of` and `memory_ledger`.
     """
     from rich import box
@@ -146,7 +146,7 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
         for in_place, found in ledgers.items():
             settings = Settings(gradient_views=in_place)
             found.append(memory_ledger(model, blocks, ranks=ranks, hosts=hosts, settings=settings))
-    table = Table(f"GB a GPU, {ranks} ranks on " + ("one host" if hosts == 1 else f"{hosts} hosts"), box=box.MARKDOWN)
+    table = Table(f"GB a GPU, {ranks} ranks on " + ("one host" if hosts == 1 else f"{hosts} hosts"), box=box.SIMPLE)
     for name in configs:
         table.add_column(name, justify="right")
 

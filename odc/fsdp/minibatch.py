@@ -91,8 +91,8 @@ class Minibatch:
 
     def _open(self) -> None:
         self._protocol.await_end_of_epoch()
-        self._collector.release_accumulators()
         shards = [[param.shard() for param in group.odc_params] for group in self._groups]
+        self._collector.release_accumulators()
         self._member.shards.publish(shards, self._collector.dirty)
         self._collector.dirty = [False] * len(self._groups)
         self._protocol.reset_microbatches()

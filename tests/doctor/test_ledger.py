@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from pathlib import Path
 from typing import Any, cast
 
@@ -132,5 +133,5 @@ def test_the_page_has_the_table_that_the_command_prints(ranks: int, hosts: int) 
     console, models = pytest.importorskip("rich.console"), ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b")
     printed = io.StringIO()
     console.Console(file=printed, width=80).print(ledger_table({name: MODELS[name] for name in models}, ranks, hosts))
-    table = "\n".join(line.strip() for line in printed.getvalue().splitlines() if line.strip())
+    table = textwrap.dedent("\n".join(line.rstrip() for line in printed.getvalue().splitlines() if line.strip()))
     assert table in (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8"), table
