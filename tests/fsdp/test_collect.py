@@ -10,6 +10,7 @@ from torch import nn
 
 import odc
 from odc.fsdp.collect import push_counts, reduced, write_gradients
+from odc.protocol import UnitSpec
 from odc.settings import Settings
 
 LAYOUT: Layout = [[("w", 4, F32), ("b", 2, F32)], [("v", 3, F32)]]
@@ -55,6 +56,23 @@ def test_a_sum_is_divided_once_in_the_accumulators_dtype(reproducible: bool, dty
             reduced(group.members[1].reduction, group.units[0], 3.0), torch.tensor(VALUES, dtype=dtype) / 3.0
         )
         assert group.layouts[1].peer(1).accumulator(group.units[0]).tolist() == VALUES, "the accumulator itself stays"
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_sum_of_several_parts_may_go_into_one_of_them(place: int) -> None:
+    """As over three nodes, of which each has its own accumulator at another place in the order."""
+    unit = UnitSpec.build(0, "u", [("w", 3, F32)], F32)
+    parts = [torch.tensor([1e8, 1.0, 0.1]), torch.tensor([3.0, 1e-8, 0.2]), torch.tensor([-1e8, 5.0, 0.3])]
+    expected = (parts[0] + parts[1] + parts[2]) / 3.0
+    others = [part.clone() for i, part in enumerate(parts) if i != place]
+
+    class Parts:
+        def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
+            return list(parts)
+
+    found = reduced(Parts(), unit, 3.0, parts[place])  # type: ignore[arg-type]
+    assert found is parts[place] and torch.equal(found, expected)
+    assert all(map(torch.equal, others, [part for i, part in enumerate(parts) if i != place])), "others' parts stay"
 
 
 def test_used_and_trained_parameters_get_their_part(monkeypatch: pytest.MonkeyPatch) -> None:

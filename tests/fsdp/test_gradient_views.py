@@ -59,6 +59,18 @@ def test_a_gradient_takes_no_memory_of_its_own(rank: int, world: int) -> None:
 
 
 @on_ranks(2)
+def test_a_gradient_lies_where_it_was_given_wherever_that_is_in_its_storage(rank: int, world: int) -> None:
+    model = sharded()
+    backward(model)
+    model.zero_grad()
+    (group, *_), flat = root_of(model).groups, torch.arange(1000.0)[100:]
+    for param in group.odc_params:
+        param.add_gradient(flat, 7)
+        given = cast(Any, param.parameter.grad).to_local()
+        assert given.flatten().tolist() == flat[7 : 7 + given.numel()].tolist() and given.numel()
+
+
+@on_ranks(2)
 def test_what_is_still_a_gradient_outlives_the_next_epoch(rank: int, world: int) -> None:
     """An evaluation between the backward and the step, an abandoned minibatch, and a loop that does not zero."""
     model = sharded()
