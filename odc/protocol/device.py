@@ -27,7 +27,7 @@ _Key = tuple[int, int, int, torch.dtype]  # where blocks are added: unit, first 
 class DeviceRoute(PushRoute):
     """All owners at once, on a device. Returns from a push when the device has done it, as every route does.
 
-    `host` goes from owner to owner, where that is all that the mover or the slots allow.
+    `host` goes from owner to owner, where that is all that the mover allows.
     """
 
     def __init__(self, protocol: MemberProtocol, host: HostRoute) -> None:
