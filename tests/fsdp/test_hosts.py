@@ -43,6 +43,7 @@ SETTINGS = {
     "server": Settings(timeout_s=60.0),
     "direct": Settings(timeout_s=60.0, accumulate="direct", prefetch=0, push_overlap=False),
     "reproducible": Settings(timeout_s=60.0, reproducible=True, second_buffer=True, engine="sockets"),
+    "views": Settings(timeout_s=60.0, gradient_views=True),
 }
 
 
