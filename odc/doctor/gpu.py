@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import shutil
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -46,8 +49,10 @@ def torch_cuda() -> str:
 
 
 def peer_access() -> str:
-    """Whether the devices reach each other's memory."""
+    """Whether the devices reach each other's memory, and add to it atomically."""
     import torch
+
+    from odc.memory.device_links import native_atomics
 
     torch_cuda()
     devices = range(torch.cuda.device_count())
@@ -55,7 +60,9 @@ def peer_access() -> str:
     cut = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     if cut:
         raise Broken(f"{len(cut)} of {len(pairs)} pairs cannot ({', '.join(cut[:4])})")
-    return f"all {len(pairs)} pairs of devices"
+    locked = [f"{i}-{j}" for i, j in pairs if not native_atomics(i, j)]
+    how = f"; {len(locked)} without native atomics ({', '.join(locked[:4])}), where sums take locks" if locked else ""
+    return f"all {len(pairs)} pairs of devices{how}"
 
 
 def symmetric() -> str:
@@ -83,6 +90,18 @@ def triton() -> str:
     if pinned != version:
         raise Broken(f"{version}, but this torch asks for {pinned}")
     return version
+
+
+def compiler() -> str:
+    """The C compiler and the headers of Python with which Triton builds its driver, at the first launch of a kernel."""
+    chosen = os.environ.get("CC")
+    found = shutil.which(chosen) if chosen else shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        raise Missing(f"CC={chosen} is not there" if chosen else "neither gcc nor clang, and CC names no other")
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not headers.exists():
+        raise Missing(f"{found} is there, {headers} is not")
+    return f"{found}, {headers}"
 
 
 def nvshmem() -> str:

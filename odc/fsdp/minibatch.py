@@ -82,6 +82,7 @@ class Minibatch:
     def begin(self) -> None:
         """Open the next epoch if none is open: publish this rank's shards. Waits until no rank uses the last epoch."""
         self._protocol.touch("beginning or fetching")
+        refusals.refuse_capture(self._who(), self._member.layout.heap.device)
         refusals.refuse_early_begin(self._who(), self.state)
         if self.state is RootState.CLOSED:
             self._open()
@@ -91,6 +92,8 @@ class Minibatch:
 
     def _open(self) -> None:
         self._protocol.await_end_of_epoch()
+        if (stepped := self._iteration.post_optim_event()) is not None:
+            self._member.layout.heap.lanes.follow(stepped)  # an optimizer on another stream may still write the shards
         shards = [[param.shard() for param in group.odc_params] for group in self._groups]
         self._collector.release_accumulators()
         self._member.shards.publish(shards, self._collector.dirty)
@@ -309,6 +312,7 @@ class Minibatch:
         The epoch's window in the trace begins at its first use: a rank may publish for readers outside the job and
         wait.
         """
+        refusals.refuse_capture(self._who(), self._member.layout.heap.device)
         self.close_evaluation("publish()")
         self._protocol.touch("beginning or fetching")
         self._open()

@@ -48,9 +48,10 @@ class DeviceRoute(PushRoute):
         mover, accumulate = device_mover(self._layout.mover), self._layout.settings.accumulate
         lanes, sent = self._layout.heap.lanes, 0
         lanes.settle()  # the gradients: neither lane "server" nor the holder of a lock may wait for compute
-        if accumulate == "direct" and not mover.atomic:
-            return self._host.push(unit, gradients)
         self._protocol.await_published(self._adds_to, "push")
+        atomic = self._layout.heap.adds_atomically  # known once the peers are mapped
+        if accumulate == "direct" and not atomic:
+            return self._host.push(unit, gradients)
         for run in self._runs_of(unit, gradients):
             mine = gradients[run.start : run.stop]
             values = Values([gradient.values for gradient in mine])
@@ -58,7 +59,7 @@ class DeviceRoute(PushRoute):
                 sent += self._add_everywhere(unit, run, values, self._owners)
                 continue
             sent += self._stage_everywhere(unit, run, values)
-            if self._remote and mover.atomic:
+            if self._remote and atomic:
                 sent += self._add_everywhere(unit, run, values, self._remote)
             else:  # under their locks, waiting for each
                 sent += sum(self._host.push_to(owner, unit, mine) for owner in self._remote)

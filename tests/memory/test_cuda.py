@@ -114,6 +114,35 @@ def test_what_torch_refuses_is_reported_in_one_line(ranks, where: str, why: str,
     assert "stack of torch" not in message
 
 
+def has_it_after(rank: int, world: int, identity: str, refusals: int) -> tuple[str, list[str]]:
+    """What comes of a heap that torch refuses so many times, and what was asked for in which order."""
+    asked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
+        allocate = cuda.symmetric.allocate
+
+        def refuse(nbytes: int, device: torch.device) -> torch.Tensor:
+            asked.append("heap")
+            if asked.count("heap") <= refusals:
+                raise RuntimeError("CUDA driver error: out of memory")
+            return allocate(nbytes, device)
+
+        patch.setattr(cuda.symmetric, "allocate", refuse, raising=False)
+        patch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty_cache"))
+        heap.allocate("data", 1 << 20)
+        try:
+            heap.seal()
+        except HeapMemoryError as error:
+            return str(error), asked
+        return "", asked
+
+
+@pytest.mark.parametrize("refusals", [0, 1, 2])
+def test_memory_that_torch_only_caches_is_given_to_the_heap(ranks, refusals: int) -> None:
+    for error, asked in ranks(2).run(has_it_after, uuid.uuid4().hex[:12], refusals):
+        assert asked == (["heap", "empty_cache", "heap"] if refusals else ["heap"]), "once more, and not again"
+        assert ("out of memory" in error) == (refusals == 2)
+
+
 def test_no_management_library_is_an_error_and_no_crash() -> None:
     with pytest.raises(UnsupportedError, match="libnvidia-ml-that-is-nowhere.*compute,utility"):
         require_nvml("libnvidia-ml-that-is-nowhere.so.1")
@@ -153,6 +182,35 @@ def test_a_device_that_two_ranks_took_is_refused_before_they_meet(ranks) -> None
     for message in ranks(2).run(maps_on, uuid.uuid4().hex[:12], ["3 GPU-a"] * 2, False):
         assert "ranks 10 and 11 are both on one device (3 GPU-a)" in str(message)
         assert "set_device(LOCAL_RANK)" in str(message) and f"{symmetric.SHARE}=1" in str(message)
+
+
+def adds(rank: int, world: int, identity: str, movers: list[bool], links: list[bool]) -> tuple[bool, list[object]]:
+    """Whether peers are added to atomically where each rank's mover and links can do so, and what links are asked."""
+    asked: list[object] = []
+    with pytest.MonkeyPatch.context() as patch, without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
+
+        def answer(device: torch.device, uuids: list[str]) -> bool:
+            asked.append(uuids)
+            return links[rank]
+
+        patch.setattr(cuda.device_links, "adds_atomically", answer)
+        heap._meet = lambda: dist.barrier()
+        heap.allocate("data", 64)
+        heap.adds_atomically = movers[rank]
+        heap.seal()
+        found = heap.adds_atomically and heap.adds_atomically
+        dist.barrier()
+        return found, asked
+
+
+@pytest.mark.parametrize("movers", [[True, True], [False, True]])
+@pytest.mark.parametrize("links", [[True, True], [True, False]])
+def test_all_ranks_add_atomically_or_none(ranks, movers: list[bool], links: list[bool]) -> None:
+    """A rank that adds under a lock and one that takes none would lose each other's gradients."""
+    found = ranks(2).run(adds, uuid.uuid4().hex[:12], movers, links)
+    for (atomic, asked), mover in zip(found, movers, strict=True):
+        assert atomic == (all(movers) and all(links))
+        assert asked == ([["GPU-0", "GPU-1"]] if mover else []), "once, and not where it does not matter"
 
 
 @pytest.mark.parametrize("same_numbers", [False, True])
