@@ -58,6 +58,7 @@ NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S = 20e-6, 500e-6  # between two checks o
 # Words of the protocol.
 WORD_FIRST_SLEEP_S, WORD_LONGEST_SLEEP_S = 50e-6, 1e-3  # between two checks of a word that nothing wakes for
 WORD_LONGEST_OVER_HOSTS_S = 2e-3  # the same over hosts: a network is slower
+DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S = 50e-6, 1e-3  # of the daemon, between two checks of a device that adds
 WORD_SLEEP_S = 0.1  # between two checks of ABORT and the deadline where the rank that stores the word ends the sleep
 REASON_S = 5.0  # by which a link may notice an end later than a read does, on a busy host
 REASON_POLL_S, REASON_LONGEST_POLL_S = 0.005, 0.05  # between two checks for that reason

@@ -79,6 +79,9 @@ class CudaLanes:
     def settle(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()
 
+    def reached(self, mark: object) -> bool:
+        return bool(cast(torch.cuda.Event, mark).query())
+
 
 class CudaHeap(NamedHeap):
     """A `SymmetricHeap` with one device for each rank; `layout` is that of the data there, words have their own.

@@ -20,7 +20,9 @@ from odc.memory.words import Words
 class Lanes(Protocol):
     """The order of work that a device finishes later than it is asked to; usable from any thread.
 
-    One rule holds everywhere: no word may be stored, and no lock released, that announces work which has not settled.
+    Two rules hold everywhere. No word may be stored, and no lock released, that announces work which has not settled.
+    And lane "server", in which the daemon adds what peers push, never waits for compute: what is added there is ready
+    when it is asked for. Otherwise a rank that computes for long would hold up its peers.
     `asynchronous`: whether work may still be in progress when the call that asked for it has returned.
     """
 
@@ -37,6 +39,9 @@ class Lanes(Protocol):
 
     def settle(self) -> None:
         """Return once everything in this thread's current lane is done and visible to every peer."""
+
+    def reached(self, mark: object) -> bool:
+        """Whether everything before a mark is done and visible to every peer. Does not wait."""
 
 
 class HostLanes:
@@ -56,6 +61,9 @@ class HostLanes:
 
     def settle(self) -> None:
         return None
+
+    def reached(self, mark: object) -> bool:
+        return True
 
 
 class NamedHeap:

@@ -1,8 +1,11 @@
-"""Push and drain where accumulators and slots lie on a device: whole chunks, one wait a push, one launch a drain.
+"""Push and drain where accumulators and slots lie on a device: whole chunks, two waits a push, one launch a drain.
 
 Both writers of this rank's accumulators, its sender and its daemon, ask for their adds in the lane "server". The device
-does them in that order, so that neither takes a lock or waits for the other. Pushers that add directly, to all owners
-in one launch, add atomically; so do all ranks of a host to its sums for owners on other hosts.
+does them in that order, so that neither takes a lock or waits for the other. The sender waits for its gradients before
+it asks for anything: what its peers have pushed is added while this rank computes. The daemon waits for no device.
+
+Pushers that add directly, to all owners in one launch, add atomically; so do all ranks of a host to its sums for owners
+on other hosts.
 """
 
 from __future__ import annotations
@@ -12,13 +15,14 @@ from dataclasses import dataclass
 
 import torch
 
+from odc.deadlines import DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S, Backoff
 from odc.movers.choice import device_mover
 from odc.movers.cuda import Values
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.push import Gradient, HostRoute, PushRoute
 from odc.protocol.ring import Inbox
-from odc.protocol.units import UnitSpec
+from odc.protocol.units import Piece, UnitSpec
 from odc.trace import recorder
 
 
@@ -77,11 +81,11 @@ class DeviceRoute(PushRoute):
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         mover, accumulate = device_mover(self._layout.mover), self._layout.settings.accumulate
+        lanes, sent = self._layout.heap.lanes, 0
+        lanes.settle()  # the gradients: neither lane "server" nor the holder of a lock may wait for compute
         if accumulate == "direct" and not mover.atomic:
             return self._host.push(unit, gradients)
         self._protocol.await_published(self._adds_to, "push")
-        lanes, sent = self._layout.heap.lanes, 0
-        computed = lanes.mark()
         for run in self._runs_of(unit, gradients):
             mine = gradients[run.start : run.stop]
             values = Values([gradient.values for gradient in mine])
@@ -94,7 +98,6 @@ class DeviceRoute(PushRoute):
             else:  # under their locks, waiting for each
                 sent += sum(self._host.push_to(owner, unit, mine) for owner in self._remote)
             with lanes.lane("server"):
-                lanes.follow(computed)
                 place = self._layout.mine.accumulator(unit)[run.first : run.first + run.numel]
                 mover.add_part(values, run.numels, run.offsets, self._protocol.grid.shard, place)
                 added = lanes.mark()
@@ -149,18 +152,57 @@ class DeviceRoute(PushRoute):
         return len(boxes) * nbytes
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Blocks that the device adds: of each inbox some of one unit. `added` is reached once it has."""
+
+    blocks: list[tuple[Inbox, UnitSpec, list[Piece]]]
+    begin: int
+    added: object
+
+
 class DeviceDrain:
-    """Adds what was posted to this rank's inboxes; called from the daemon's thread alone."""
+    """Adds what was posted to this rank's inboxes, a batch at a time; called from the daemon's thread alone.
+
+    One call asks the device for a batch, and a later one gives the slots back, once the device has added it: in between
+    the daemon goes on, however long the device takes.
+    """
 
     def __init__(self, layout: HeapLayout, inboxes: Sequence[Inbox], most: int) -> None:
         self._layout, self._inboxes, self._most = layout, inboxes, most
+        self._batch: _Batch | None = None
+        self._backoff = Backoff(DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S)
 
     def __call__(self) -> bool:
-        """Add at most `most` blocks of every source, which wait for one another once; True if there were any."""
+        """Ask for at most `most` blocks of every source, or end what was asked for; True if it is to be called again.
+
+        Sleeps for a millisecond at most, if the device is not ready.
+        """
+        if self._batch is None:
+            self._batch = self._ask()
+            self._backoff.restart()
+        if self._batch is None:
+            return False
+        if not self._layout.heap.lanes.reached(self._batch.added):
+            self._backoff.sleep()
+            return True
+        for inbox, unit, blocks in self._batch.blocks:
+            inbox.finish(unit, blocks, self._batch.begin)
+        self._batch = None
+        return True
+
+    def settle(self) -> None:
+        """Return once the device has done all that was asked of it here. On any thread, when no more calls come."""
+        lanes = self._layout.heap.lanes
+        with lanes.lane("server"):
+            lanes.settle()
+
+    def _ask(self) -> _Batch | None:
+        """Ask for what all sources have posted to be added, in one launch where blocks do not overlap."""
         found = [(inbox, inbox.peek(self._most)) for inbox in self._inboxes]
         batches = [(inbox, *batch) for inbox, batch in found if batch is not None]
         if not batches:
-            return False
+            return None
         layout, begin = self._layout, recorder().now_on("server")
         places: dict[_Key, list[torch.Tensor]] = {}
         for _, unit, blocks in batches:
@@ -172,10 +214,7 @@ class DeviceDrain:
             for turn in _turns(places):
                 totals = [layout.mine.accumulator(layout.units[unit])[first:end] for unit, first, end, _ in turn]
                 device_mover(layout.mover).add_all(totals, [places[key] for key in turn])
-            lanes.settle()
-        for inbox, unit, blocks in batches:
-            inbox.finish(unit, blocks, begin)
-        return True
+            return _Batch(batches, begin, lanes.mark())
 
 
 def _turns(places: dict[_Key, list[torch.Tensor]]) -> list[list[_Key]]:

@@ -84,8 +84,11 @@ class Daemon:
             self.liveness.unfollow(service.identity)
             for registration in self._registered.pop(service.identity, []):
                 registration.cancel()
-            then()
-            gone.set()
+            try:
+                service.settle()
+            finally:
+                then()
+                gone.set()
 
         def wait() -> None:
             while not self._reactor.is_current() and self._reactor.alive() and not gone.wait(ALIVE_CHECK_S):

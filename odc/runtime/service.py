@@ -58,7 +58,9 @@ class Service:
 
     @torch.no_grad()
     def drain(self) -> bool:
-        """Add at most a quarter of a ring of every source, in one batch each; True if there was anything."""
+        """Add at most a quarter of a ring of every source, in one batch each; True if it is to be called again: there
+        was anything, or a device is still to add it.
+        """
         for drain in self._drains:
             drain()
         if self._drain_device is not None:
@@ -74,6 +76,11 @@ class Service:
             inbox.finish(unit, blocks, begin)
             found = True
         return found
+
+    def settle(self) -> None:
+        """Return once no device touches this rank's heap for `drain`, which is called no more. On any thread."""
+        if self._drain_device is not None:
+            self._drain_device.settle()
 
     def end_of(self, member: int) -> Loss | None:
         """What the end of the process of a member of this host means: its loss, unless it has shut this root down, or

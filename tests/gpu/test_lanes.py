@@ -34,6 +34,9 @@ class SleepyLanes(memory.CudaLanes):
         if sys._getframe(1).f_code.co_qualname not in self.skipped:
             super().settle()
 
+    def reached(self, mark: object) -> bool:
+        return sys._getframe(1).f_code.co_qualname in self.skipped or super().reached(mark)
+
 
 class _Pausing:
     """A stream whose work begins with a pause, now and then."""

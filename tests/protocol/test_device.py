@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from support.deferred import DeferredLanes, DeferredMover, late_heaps
@@ -47,7 +50,7 @@ def asked(group: HeapGroup, member: int, name: str, patch: pytest.MonkeyPatch) -
     return calls
 
 
-def test_a_push_waits_once_and_fills_one_slot_of_each_owner(
+def test_a_push_waits_twice_and_fills_one_slot_of_each_owner(
     deferred: list[DeferredLanes], no_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with HeapGroup(MATRICES, 4, by_hand=True) as group:
@@ -57,7 +60,7 @@ def test_a_push_waits_once_and_fills_one_slot_of_each_owner(
         staged = asked(group, 1, "stage", monkeypatch)
         before = deferred[1].settled
         push(group, deferred[1], 1, 0, gradients(group.units[0], 4, 2.0))
-        assert deferred[1].settled - before == 1, "one wait for all owners and the own chunk"
+        assert deferred[1].settled - before == 2, "for the gradients; for all owners and the own chunk"
         assert staged == [4], "one call for all owners"
         assert group.notified == [2, 3, 0]
         assert [group.layouts[owner].mine.sent.load(1) for owner in range(4)] == [1, 0, 1, 1], "one block an owner"
@@ -71,25 +74,35 @@ def test_a_slot_holds_all_that_a_push_brings(deferred: list[DeferredLanes]) -> N
         assert (group.layouts[0].ring.slots, group.layouts[0].ring.slot_bytes) == (2, 2 << 20)
 
 
-def test_the_own_chunk_is_added_after_it_was_computed(
-    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
+def test_gradients_are_computed_before_anything_is_asked_of_the_device(
+    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch, accumulate: str
 ) -> None:
-    """The lane that adds it has nothing else to do, and would begin at once."""
-    with HeapGroup(MATRICES, 2, by_hand=True) as group:
+    """Lane "server" would begin at once; the lock of a direct add would be held as long as this rank computes."""
+    with HeapGroup(MATRICES, 2, settings=Settings(timeout_s=60.0, accumulate=accumulate), by_hand=True) as group:
         group.publish_all()
         lanes, mover = deferred[0], group.layouts[0].mover
         assert isinstance(mover, DeferredMover)
-        add = mover.add_part
-        monkeypatch.setattr(mover, "add_part", lambda *args: (add(*args), lanes.settle()), raising=False)
-        sent = gradients(group.units[1], 2, 777.0)
+        sent, found = gradients(group.units[1], 2, 777.0), list[set[float]]()
+
+        def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def note(*args: Any) -> Any:
+                found.append({v for gradient in sent for v in gradient.values.tolist()})
+                return call(*args)
+
+            return note
+
+        for where, name in ((mover, "stage"), (mover, "add_part"), (RobustMutex, "held")):
+            monkeypatch.setattr(where, name, noted(getattr(where, name)), raising=False)
         with lanes.lane("push"):
             for gradient in sent:
                 lanes.ask(lambda gradient=gradient: gradient.values.fill_(4.0))
             group.members[0].pusher.push(group.units[1], sent)
+        assert found == [{4.0}] * 2
         assert set(group.layouts[0].mine.accumulator(group.units[1]).tolist()) == {4.0}
 
 
-def test_a_drain_waits_once_and_adds_what_all_sources_pushed_in_one_call(
+def test_a_drain_waits_for_no_device_and_adds_what_all_sources_pushed_in_one_call(
     deferred: list[DeferredLanes], no_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with HeapGroup(MATRICES, 4, by_hand=True) as group:
@@ -98,8 +111,9 @@ def test_a_drain_waits_once_and_adds_what_all_sources_pushed_in_one_call(
             push(group, deferred[member], member, 0, gradients(group.units[0], 4, 10.0**member))
         push(group, deferred[1], 1, 1, gradients(group.units[1], 4, 3.0))
         added, before = asked(group, 0, "add_all", monkeypatch), deferred[0].settled
-        assert group.drain(0) == 2, "a quarter of a ring at a time, at least one block"
-        assert added == [1, 1] and deferred[0].settled - before == 2
+        group.drain(0)
+        assert added == [1, 1], "a quarter of a ring at a time, at least one block"
+        assert deferred[0].settled == before
         assert set(group.layouts[0].mine.accumulator(group.units[0]).tolist()) == {1110.0}
         assert set(group.layouts[0].mine.accumulator(group.units[1]).tolist()) == {3.0}
 
@@ -112,7 +126,8 @@ def test_sources_at_different_units_are_added_in_one_call(
         push(group, deferred[1], 1, 0, gradients(group.units[0], 3, 1.0))
         push(group, deferred[2], 2, 1, gradients(group.units[1], 3, 2.0))
         added = asked(group, 0, "add_all", monkeypatch)
-        assert group.drain(0) == 1 and added == [2]
+        group.drain(0)
+        assert added == [2]
         totals = [set(group.layouts[0].mine.accumulator(unit).tolist()) for unit in group.units]
         assert totals == [{1.0}, {2.0}]
 
@@ -126,7 +141,8 @@ def test_blocks_that_overlap_are_added_one_after_the_other(
         push(group, deferred[1], 1, 0, gradients(group.units[0], 3, 1.0))
         push(group, deferred[2], 2, 0, gradients(group.units[0], 3, 2.0)[1:3])
         added = asked(group, 0, "add_all", monkeypatch)
-        assert group.drain(0) == 1 and added == [1, 1]
+        group.drain(0)
+        assert added == [1, 1]
         total = group.layouts[0].mine.accumulator(group.units[0]).view(4, 3000)
         assert [set(row.tolist()) for row in total] == [{1.0}, {3.0}, {3.0}, {1.0}]
 
@@ -140,7 +156,7 @@ def test_direct_adds_go_to_all_owners_in_one_call_without_a_lock(
         for member in range(3):
             before, calls = deferred[member].settled, asked(group, member, "accumulate_all", monkeypatch)
             push(group, deferred[member], member, 0, gradients(group.units[0], 3, 1.0 + member))
-            assert deferred[member].settled - before == 1 and calls == [4]
+            assert deferred[member].settled - before == 2 and calls == [4]
         assert [set(layout.mine.accumulator(group.units[0]).tolist()) for layout in group.layouts] == [{6.0}] * 3
 
 
@@ -249,7 +265,7 @@ def test_several_blocks_share_one_wait(deferred: list[DeferredLanes]) -> None:
         blocks = group.layouts[1].peer(1).sent.load(0)
         assert blocks == 8, "eight blocks of 4 KiB went to the peer"
         assert group.notified == [1], "who was notified once"
-        assert deferred[0].settled - before == 2, "one wait for the blocks, one for the own chunk"
+        assert deferred[0].settled - before == 3, "for the gradients, the blocks, the own chunk"
         group.drain(1)
         total = group.layouts[1].peer(1).accumulator(group.units[0])
         assert set(total.tolist()) == {1.0}

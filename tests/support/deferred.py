@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ class DeferredLanes:
         self.skipped = frozenset[str]()  # functions whose settles do not wait, by qualified name
         self._running = threading.RLock()  # threads that share a lane do not run its work twice, nor at once
         self.settled = 0
+        self._asked = set[tuple[int, int]]()  # marks that `reached` was asked for
 
     def _queue(self) -> list[Callable[[], None]]:
         name = getattr(self._here, "name", None) or threading.get_ident()
@@ -55,6 +57,7 @@ class DeferredLanes:
         return queue, len(queue)
 
     def follow(self, mark: object) -> None:
+        assert getattr(self._here, "name", None) != "server", "lane server waits for another lane"
         queue, count = mark  # type: ignore[misc]
         self.ask(lambda: self._run(queue, count))
 
@@ -63,6 +66,18 @@ class DeferredLanes:
             return
         self.settled += 1
         self._run(self._queue(), None)
+
+    def reached(self, mark: object) -> bool:
+        """Not when it is first asked for a mark: the work is done when it is asked again."""
+        queue, count = mark  # type: ignore[misc]
+        if sys._getframe(1).f_code.co_qualname in self.skipped:
+            return True
+        key = id(queue), count
+        if key not in self._asked:
+            self._asked.add(key)
+            return False
+        self._run(queue, count)
+        return True
 
     def _run(self, queue: list[Callable[[], None]], count: int | None) -> None:
         with self._running:
@@ -97,13 +112,19 @@ def move_all(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> Non
         ctypes.memmove(target, source, nbytes)
 
 
+class Asked(Protocol):
+    """Lanes of host memory."""
+
+    def ask(self, work: Callable[[], None]) -> None: ...
+
+
 class DeferredMover:
     """`CudaMover` over host memory, later. Sources are read when the work is done, as a device reads them.
 
     With `atomic` its direct adds need no lock: the lanes run one piece of work at a time.
     """
 
-    def __init__(self, lanes: DeferredLanes, atomic: bool = False) -> None:
+    def __init__(self, lanes: Asked, atomic: bool = False) -> None:
         self._lanes, self._mover, self.atomic = lanes, CudaMover(0, 256, move_all), atomic
 
     def __getattr__(self, name: str) -> Callable[..., None]:
