@@ -269,10 +269,8 @@ def test_no_rank_waits_for_anothers_compute_where_the_sender_waits_on_the_host(r
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_known_today_a_lane_that_follows_the_sender_holds_up_the_peers(ranks: int) -> None:
-    """As `DeviceRoute` is now: a peer gets two slots through, then waits for this rank's next unit. This test goes,
-    and the one above stays, once the sender waits on the host.
-    """
+def test_a_lane_that_follows_the_sender_is_found_to_hold_up_the_peers(ranks: int) -> None:
+    """A peer would get two slots through, then wait for this rank's next unit."""
     device = Device((tuple(range(ranks)),), "follows", units=4)
     assert held_up(device, 0, 0) == list(range(1, ranks))
 
@@ -285,9 +283,10 @@ def stuck(device: Device, late: Sequence[Actor]) -> bool:
     return any(not all(read(("DONE", rank)) for rank in ranks) for read in ends)
 
 
-def test_known_today_lanes_and_collectives_wait_for_one_another_in_a_circle() -> None:
-    """Ranks 0 and 1, and 2 and 3, compute together (tensor parallel); 0 and 2, and 1 and 3, push to each other. Rank 0
-    stands in a unit that rank 1 has not launched, as its sender waits for a slot of rank 3, which stands likewise.
+def test_a_circle_of_lanes_and_collectives_is_found_where_a_lane_follows_the_sender() -> None:
+    """Ranks 0 and 1, and 2 and 3, compute together (tensor parallel); 0 and 2, and 1 and 3, push to each other. Where a
+    lane follows, rank 0 stands in a unit that rank 1 has not launched, as the sender of that waits for a slot of rank
+    3, which stands likewise.
     """
     groups, pairs, late = ((0, 2), (1, 3)), ((0, 1), (2, 3)), [(0, "daemon 2"), (3, "daemon 1")]
     assert stuck(Device(groups, "follows", units=5, pairs=pairs), late)

@@ -1,9 +1,9 @@
 """The lanes of a device as steps for `support.explorer`: one minibatch, after all ranks have begun it.
 
 The host threads of a rank (main, sender, daemon) ask for work; its lanes do it in the order in which it was asked for.
-Lane "server" adds both this rank's own gradients and what its peers push. Under the rule "follows", which is the code's
-today, the sender asks for its own addition at once, and the lane waits for the gradient. Under "host" the sender waits
-for the gradient before it asks.
+Lane "server" adds both this rank's own gradients and what its peers push. Under the rule "host", which is the code's,
+the sender waits for the gradient before it asks for anything. Under "follows", a planted fault, it asks for its own
+addition at once, and the lane waits for the gradient.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _push(device: Device, me: int, peers: Sequence[int], unit: int) -> list[Step
 
 
 def _drain(device: Device, me: int, peer: int) -> list[Step]:
-    """What the daemon does for each block of a peer (`DeviceDrain`)."""
+    """What the daemon does for each block of a peer (`DeviceDrain`). It waits for no lane: each peer's is an actor."""
     steps: list[Step] = []
     for unit in range(1, device.units + 1):
         mine: Key = ("ticket", me, peer, unit)
