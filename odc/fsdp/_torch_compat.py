@@ -76,6 +76,7 @@ _STORED: dict[tuple[type, str], tuple[str, ...]] = {
     (FSDPState, "init"): ("_modules",),
     (FSDPStateContext, "__init__"): (
         "all_states", "iter_forward_root", "is_last_backward", "post_backward_final_callback_queued",
+        "post_optim_event",
     ),
     (FSDPCommContext, "lazy_init"): ("post_forward_order", "all_gather_stream", "reduce_scatter_stream"),
     (FSDPMeshInfo, "__post_init__"): ("shard_mesh_size", "shard_mesh_rank", "shard_process_group"),
@@ -173,6 +174,10 @@ class Iteration:
     def is_last_backward(self) -> bool:
         """Whether the next backward ends the minibatch; see `FSDPModule.set_is_last_backward`."""
         return bool(self._root._state_ctx.is_last_backward)
+
+    def post_optim_event(self) -> object | None:
+        """What `FSDPModule.set_post_optim_event` was given; the root's forward waits for it too, and clears it."""
+        return self._root._state_ctx.post_optim_event  # type: ignore[no-any-return]
 
     def final_callback_queued(self) -> bool:
         """Whether torch's final callback is still to come in the running backward."""

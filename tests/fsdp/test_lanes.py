@@ -80,6 +80,47 @@ def test_training_is_the_same_however_late_copies_are(ranks, settings: Settings,
     assert all(settled > 6 for settled in ranks(2).run(both, settings, compute)), "the lanes were used"
 
 
+def stepped(rank: int, world: int, lanes: list[LateCopies] | None) -> list[torch.Tensor]:
+    """Whole parameters after three steps of SGD; with `lanes`, the model's, each step is late, in a lane of its own."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, settings=Settings(reproducible=True))
+    fully_shard(model, settings=Settings(reproducible=True))
+
+    def step(gradients: list[torch.Tensor]) -> None:
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.detach().to_local().sub_(0.1 * gradient)
+
+    for number in range(3):
+        torch.manual_seed(10 * number + rank)
+        model(torch.randn(4, 8)).square().sum().backward()
+        gradients = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        model.zero_grad()
+        if lanes is None:
+            step(gradients)
+            continue
+        with lanes[0].lane("optimizer"):
+            lanes[0].ask(lambda gradients=gradients: step(gradients))
+            model.set_post_optim_event(lanes[0].mark())
+    if lanes is not None:
+        with lanes[0].lane("optimizer"):
+            lanes[0].settle()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def steps_agree(rank: int, world: int) -> bool:
+    expected = stepped(rank, world, None)
+    with late() as lanes:
+        found = stepped(rank, world, lanes)
+    return all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_shards_are_published_after_the_optimizer_of_another_stream(ranks) -> None:
+    """As torch's gathers, which wait for `set_post_optim_event`'s event."""
+    assert all(ranks(2).run(steps_agree))
+
+
 def apart(rank: int, world: int, skipped: str) -> bool:
     """Whether training goes elsewhere when one function does not wait for the device."""
     expected = trained(rank, world, Settings(), None)

@@ -57,6 +57,9 @@ class Iteration:
     def is_last_backward(self) -> bool:
         return False
 
+    def post_optim_event(self) -> None:
+        return None
+
     def backward_cut_short(self) -> bool:
         return self.cut_short == "backward"
 
