@@ -46,8 +46,10 @@ def torch_cuda() -> str:
 
 
 def peer_access() -> str:
-    """Whether the devices reach each other's memory."""
+    """Whether the devices reach each other's memory, and add to it atomically."""
     import torch
+
+    from odc.memory.device_links import native_atomics
 
     torch_cuda()
     devices = range(torch.cuda.device_count())
@@ -55,7 +57,9 @@ def peer_access() -> str:
     cut = [f"{i}-{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     if cut:
         raise Broken(f"{len(cut)} of {len(pairs)} pairs cannot ({', '.join(cut[:4])})")
-    return f"all {len(pairs)} pairs of devices"
+    locked = [f"{i}-{j}" for i, j in pairs if not native_atomics(i, j)]
+    how = f"; {len(locked)} without native atomics ({', '.join(locked[:4])}), where sums take locks" if locked else ""
+    return f"all {len(pairs)} pairs of devices{how}"
 
 
 def symmetric() -> str:

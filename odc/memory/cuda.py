@@ -19,6 +19,7 @@ import torch
 
 from odc.errors import HeapMemoryError, OdcError, UnsupportedError
 from odc.memory import _torch_symmetric as symmetric
+from odc.memory import device_links
 from odc.memory._torch_symmetric import StoreGroup as StoreGroup
 from odc.memory.heap import Lanes, NamedHeap
 from odc.memory.layout import Layout, Request, check
@@ -26,7 +27,8 @@ from odc.memory.shm import LAYOUT_REGION, ShmHeap
 from odc.memory.words import Words
 
 _MIB = 1 << 20
-_DEVICE_REGION, _DEVICE_BYTES = "odc/device", 128  # of the words: text, `_device_text` of a member's device
+# Of the words: text, `_device_text` of a member's device, and in the last byte whether that member adds atomically.
+_DEVICE_REGION, _DEVICE_BYTES = "odc/device", 128
 _WORDS = "/words"  # the part of the heap that lies in host memory
 _URGENT = -1  # a stream's priority; compute has 0
 
@@ -108,7 +110,18 @@ class CudaHeap(NamedHeap):
         self._order: list[Request] = []
         self._local: torch.Tensor | None = None
         self._bases: dict[int, torch.Tensor] = {}  # by member, once mapped; empty before
-        self._mapping = threading.Lock()
+        self._mapping, self._atomic = threading.Lock(), True
+
+    @property
+    def adds_atomically(self) -> bool:
+        """As of every heap. Maps the peers, whose devices' links decide, and who all find the same."""
+        if not self._bases and (peers := [member for member in self._members if member != self.me]):
+            self._base(peers[0])
+        return self._atomic
+
+    @adds_atomically.setter
+    def adds_atomically(self, this_rank: bool) -> None:
+        self._atomic = this_rank
 
     def allocate(self, name: str, nbytes: int, *, words: bool = False) -> None:
         request = Request(name, int(nbytes))
@@ -214,7 +227,12 @@ class CudaHeap(NamedHeap):
         for member in self._members:
             self._host.address(member, LAYOUT_REGION)  # proves that the member is up and laid out alike
         one_visible = self._refuse_shared_devices()
+        uuids = [text.partition(" ")[2] for text in self._devices()]
+        mine = self._host.tensor(self.me, _DEVICE_REGION, torch.uint8)
+        mine[-1] = self._atomic and device_links.adds_atomically(self.device, uuids)
         self._meet()
+        answers = [self._host.tensor(member, _DEVICE_REGION, torch.uint8)[-1] for member in self._members]
+        self._atomic = all(map(bool, answers))  # a rank that adds under a lock must not meet one that takes none
         try:
             place = self._members.index(self.me)
             mapped = symmetric.map_peers(local, self._group, place, same_numbers=one_visible)
@@ -234,8 +252,7 @@ class CudaHeap(NamedHeap):
         torch takes equal numbers for one device and refuses them in the midst of its exchange, so each rank
         names its device in its words beforehand. Every rank finds the same, so none is left alone in the exchange.
         """
-        texts = [self._host.tensor(member, _DEVICE_REGION, torch.uint8) for member in self._members]
-        devices = [bytes(text.numpy().tobytes()).split(b"\0", 1)[0].decode() for text in texts]
+        devices = self._devices()
         ranks = [self.ranks[member] for member in self._members]
         for place, device in enumerate(devices):
             first = devices.index(device)
@@ -247,6 +264,11 @@ class CudaHeap(NamedHeap):
                 )
         numbers = [device.split()[0] for device in devices]
         return len(set(numbers)) < len(set(devices))
+
+    def _devices(self) -> list[str]:
+        """`_device_text` of every local member."""
+        texts = [self._host.tensor(member, _DEVICE_REGION, torch.uint8)[:-1] for member in self._members]
+        return [text.numpy().tobytes().split(b"\0", 1)[0].decode() for text in texts]
 
     @property
     def nbytes(self) -> int:
@@ -276,4 +298,4 @@ def _device_text(device: torch.device) -> str:
     """The device's number in this process and, wherever it is visible, the same name."""
     if device.type != "cuda":
         return str(device)
-    return f"{device.index} {getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
+    return f"{device.index} {device_links.device_uuid(device.index)}"

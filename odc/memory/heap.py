@@ -64,6 +64,7 @@ class NamedHeap:
     identity: str
     ranks: tuple[int, ...]
     me: int
+    adds_atomically: bool = True
     _layout: Layout | None = None
 
     @property
@@ -103,6 +104,9 @@ class SymmetricHeap(Protocol):
     me: int
     device: torch.device
     lanes: Lanes
+    #: Whether the ranks of this host may add to each other's memory by their device's atomic adds, without a lock. Set
+    #: before `seal` to what this rank's mover can; from mapping on it is what all of these ranks can, over their links.
+    adds_atomically: bool
 
     @property
     def sealed(self) -> bool: ...

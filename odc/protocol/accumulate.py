@@ -38,7 +38,7 @@ class Adder:
     def __init__(self, layout: HeapLayout) -> None:
         self._layout = layout
         self._lanes = layout.heap.lanes
-        self._sum = layout.mover.accumulate if layout.settings.accumulate == "direct" else layout.mover.add
+        self._direct = layout.settings.accumulate == "direct"
 
     def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
         """Add all `pieces` of `unit` to the accumulator of `owner` (member index), in one turn of the lock or several.
@@ -46,7 +46,9 @@ class Adder:
         Raises PeerLostError if a rank died while it held the lock (the accumulator may be half-added), WaitTimeoutError
         if the lock was not had in `timeout_s` seconds.
         """
-        peer = self._layout.holder(owner)
+        peer, mover = self._layout.holder(owner), self._layout.mover
+        # Where atomic adds do not reach every peer, the lock alone keeps ranks apart, and plain adds are right.
+        add = mover.accumulate if self._direct and self._layout.heap.adds_atomically else mover.add
         total, mutex = peer.accumulator(unit), peer.mutex(unit)
         turns: Iterable[tuple[list[int], list[torch.Tensor]]] = _turns(pieces, total.itemsize)
         if self._lanes.asynchronous:  # what a turn costs there is the launch and the wait for its end
@@ -54,7 +56,7 @@ class Adder:
         for first, turn in turns:
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
             with mutex.held(self._layout.settings.timeout_s):
-                self._sum(places, turn)
+                add(places, turn)
                 self._lanes.settle()
 
 

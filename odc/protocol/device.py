@@ -77,9 +77,10 @@ class DeviceRoute(PushRoute):
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         mover, accumulate = device_mover(self._layout.mover), self._layout.settings.accumulate
-        if accumulate == "direct" and not mover.atomic:
-            return self._host.push(unit, gradients)
         self._protocol.await_published(self._adds_to, "push")
+        atomic = self._layout.heap.adds_atomically  # known once the peers are mapped
+        if accumulate == "direct" and not atomic:
+            return self._host.push(unit, gradients)
         lanes, sent = self._layout.heap.lanes, 0
         computed = lanes.mark()
         for run in self._runs_of(unit, gradients):
@@ -89,7 +90,7 @@ class DeviceRoute(PushRoute):
                 sent += self._add_everywhere(unit, run, values, self._owners)
                 continue
             sent += self._stage_everywhere(unit, mine, run, values)
-            if self._remote and mover.atomic:
+            if self._remote and atomic:
                 sent += self._add_everywhere(unit, run, values, self._remote)
             else:  # under their locks, waiting for each
                 sent += sum(self._host.push_to(owner, unit, mine) for owner in self._remote)

@@ -31,6 +31,7 @@ class HeapLayout(Regions):
         self, heap: SymmetricHeap, grid: RankGrid, units: Sequence[UnitSpec], settings: Settings, fingerprint: str
     ) -> None:
         self.heap, self.mover = heap, mover_for(settings, heap.device, grid.shard)
+        heap.adds_atomically = bool(getattr(self.mover, "atomic", True))
         refuse_unsupported(grid, kernels="auto" if heap.device.type == "cuda" else settings.kernels)
         super().__init__(grid, units, settings, heap.lanes.asynchronous)
         for name, nbytes in self.requests():

@@ -18,7 +18,7 @@ import torch
 from odc.doctor import gpu, host, network, packages
 from odc.doctor.examination import Broken, Missing
 from odc.doctor.requirements import by_extra, names_of_extras, version_tuple
-from odc.memory import FreeMemory, plain_x86_64
+from odc.memory import FreeMemory, device_links, plain_x86_64
 
 EXTRAS = [
     "torch<2.14,>=2.11",
@@ -101,6 +101,13 @@ def test_torch_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: 2 not in (i, j))
     assert gpu.torch_cuda() == "CUDA 13.0: 3 x H200"
     assert found_by(gpu.peer_access) == "broken: 4 of 6 pairs cannot (0-2, 1-2, 2-0, 2-1)"
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
+    monkeypatch.setattr(device_links, "native_atomics", lambda i, j: 2 not in (i, j))
+    assert gpu.peer_access() == (
+        "all 6 pairs of devices; 4 without native atomics (0-2, 1-2, 2-0, 2-1), where sums take locks"
+    )
+    monkeypatch.setattr(device_links, "native_atomics", lambda i, j: True)
+    assert gpu.peer_access() == "all 6 pairs of devices"
 
 
 def test_triton(installed: Callable[..., None]) -> None:

@@ -191,6 +191,15 @@ CUDA_API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute,
     return CUDA_SUCCESS;
 }
 
+CUDA_API CUresult cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attribute, CUdevice from, CUdevice to) {
+    if (!is_device(from) || !is_device(to) || from == to) return CUDA_ERROR_INVALID_DEVICE;
+    *value = attribute == CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED;
+    if (attribute == CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED) {
+        *value = number_from_environment("EMULATED_P2P_ATOMICS", 1);
+    }
+    return CUDA_SUCCESS;
+}
+
 CUDA_API CUresult cuGetErrorName(CUresult error, const char** text) {
     switch (error) {
         case CUDA_SUCCESS: *text = "no error"; break;

@@ -155,6 +155,35 @@ def test_a_device_that_two_ranks_took_is_refused_before_they_meet(ranks) -> None
         assert "set_device(LOCAL_RANK)" in str(message) and f"{symmetric.SHARE}=1" in str(message)
 
 
+def adds(rank: int, world: int, identity: str, movers: list[bool], links: list[bool]) -> tuple[bool, list[object]]:
+    """Whether peers are added to atomically where each rank's mover and links can do so, and what links are asked."""
+    asked: list[object] = []
+    with pytest.MonkeyPatch.context() as patch, without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
+
+        def answer(device: torch.device, uuids: list[str]) -> bool:
+            asked.append(uuids)
+            return links[rank]
+
+        patch.setattr(cuda.device_links, "adds_atomically", answer)
+        heap._meet = lambda: dist.barrier()
+        heap.allocate("data", 64)
+        heap.adds_atomically = movers[rank]
+        heap.seal()
+        found = heap.adds_atomically and heap.adds_atomically
+        dist.barrier()
+        return found, asked
+
+
+@pytest.mark.parametrize("movers", [[True, True], [False, True]])
+@pytest.mark.parametrize("links", [[True, True], [True, False]])
+def test_all_ranks_add_atomically_or_none(ranks, movers: list[bool], links: list[bool]) -> None:
+    """A rank that adds under a lock and one that takes none would lose each other's gradients."""
+    found = ranks(2).run(adds, uuid.uuid4().hex[:12], movers, links)
+    for (atomic, asked), mover in zip(found, movers, strict=True):
+        assert atomic == (all(movers) and all(links))
+        assert asked == ([["GPU-0", "GPU-1"]] if mover else []), "once, and not where it does not matter"
+
+
 @pytest.mark.parametrize("same_numbers", [False, True])
 def test_torch_makes_no_multicast_object(monkeypatch: pytest.MonkeyPatch, same_numbers: bool) -> None:
     """Its switches are set while it exchanges handles, and as they were afterwards."""

@@ -151,6 +151,22 @@ def test_without_atomic_adds_a_direct_push_takes_the_lock(deferred: list[Deferre
             push(group, deferred[0], 0, 0, gradients(group.units[0], 2, 1.0))
 
 
+def test_over_links_without_atomics_direct_adds_are_plain_ones_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a mover whose own adds would be atomic."""
+    deferred = late_heaps(monkeypatch, atomic=True)
+    with HeapGroup(MATRICES, 2, settings=Settings(accumulate="direct", timeout_s=60.0)) as group:
+        group.publish_all()
+        for layout in group.layouts:
+            assert layout.heap.adds_atomically, "what the mover can"
+            layout.heap.adds_atomically = False
+        for member in range(2):
+            atomic = [asked(group, member, name, monkeypatch) for name in ("accumulate", "accumulate_all")]
+            plain = asked(group, member, "add", monkeypatch)
+            push(group, deferred[member], member, 0, gradients(group.units[0], 2, 1.0 + member))
+            assert atomic == [[], []] and plain == [4, 4]
+        assert [set(layout.mine.accumulator(group.units[0]).tolist()) for layout in group.layouts] == [{3.0}] * 2
+
+
 @pytest.mark.parametrize("short", [0, 3])
 def test_several_dtypes_and_short_gradients_arrive_whole(deferred: list[DeferredLanes], short: int) -> None:
     """Four runs through two slots: the pusher announces what it has posted before it waits for a slot."""

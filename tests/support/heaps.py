@@ -97,6 +97,7 @@ def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s:
     patch.setattr(cuda, "symmetric", MemoryFiles(identity, me))
     patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
     patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    patch.setattr(cuda.device_links, "adds_atomically", lambda device, uuids: True)
     patch.setattr(cuda, "_device_text", lambda device: f"0 GPU-{me}")  # as where a process sees one device alone
     try:
         outer: list[SymmetricHeap] = []
