@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import re
+import shutil
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
@@ -87,6 +90,18 @@ def triton() -> str:
     if pinned != version:
         raise Broken(f"{version}, but this torch asks for {pinned}")
     return version
+
+
+def compiler() -> str:
+    """The C compiler and the headers of Python with which Triton builds its driver, at the first launch of a kernel."""
+    chosen = os.environ.get("CC")
+    found = shutil.which(chosen) if chosen else shutil.which("gcc") or shutil.which("clang")
+    if found is None:
+        raise Missing(f"CC={chosen} is not there" if chosen else "neither gcc nor clang, and CC names no other")
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not headers.exists():
+        raise Missing(f"{found} is there, {headers} is not")
+    return f"{found}, {headers}"
 
 
 def nvshmem() -> str:

@@ -47,6 +47,9 @@ _DRIVER = (
 )
 _TORCH_CUDA = "install torch from an index with CUDA builds (TORCH_INDEX) that the driver above is new enough for"
 _PEER_ACCESS = "ranks on these devices need NVSHMEM, or devices joined by NVLink or one PCIe root"
+_COMPILER = (
+    "install gcc and Python's headers (Debian: gcc, python3-dev); without them odc copies and adds by torch's kernels"
+)
 _NVSHMEM = "for ranks beyond one host's NVLink: pip install 'nvidia-nvshmem-cu13<3.8' (cu12 for CUDA 12)"
 _RDMA = (
     "nothing on one host; across hosts TCP is used, which is slow: see that /dev/infiniband is in the container "
@@ -72,6 +75,7 @@ _CHECKS = (
     Check("peer access", "cuda", f"{_GPU}:peer_access", _PEER_ACCESS),
     Check("symmetric memory", "cuda", f"{_GPU}:symmetric", "a driver and device with CUDA's virtual memory management"),
     Check("Triton", "kernels", f"{_GPU}:triton", "pip install the version of triton that torch pins, 3.6 or newer"),
+    Check("C compiler", "kernels", f"{_GPU}:compiler", _COMPILER),
     Check("NVSHMEM", "nvshmem", f"{_GPU}:nvshmem", _NVSHMEM),
     Check("nvshmem4py", "nvshmem", f"{_GPU}:nvshmem4py", "pip install nvshmem4py-cu13 (cu12 for CUDA 12)"),
     Check("network", "network", f"{_NETWORK}:interfaces", "nothing on one host; else bring an interface up"),

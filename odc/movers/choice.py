@@ -6,7 +6,9 @@ The callers decide when data may move; order, waiting and visibility are their c
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol, cast
 
 import torch
@@ -16,6 +18,8 @@ from odc.movers import cpu
 from odc.settings import Settings
 
 _CPU = torch.device("cpu")
+_BUILD = "triton builds its driver with a C compiler and Python's headers; see `odc doctor --need kernels`"
+_log = logging.getLogger(__name__)
 
 
 class DataMover(Protocol):
@@ -109,10 +113,11 @@ class DeviceMover(DataMover, Protocol):
 def mover_for(settings: Settings, device: torch.device = _CPU, own: int = 0) -> DataMover:
     """The mover that `settings.kernels` asks for, for memory on `device`: on CUDA a `DeviceMover`. `own`: shard index.
 
-    Raises UnsupportedError if triton is not installed, or could neither compile (no GPU) nor interpret here.
+    On the training thread: on CUDA a kernel is launched, and with "auto" torch takes its place, with one warning, if it
+    fails. Raises UnsupportedError if triton is not installed, or could neither compile (no GPU) nor interpret here.
     """
     on_device = device.type == "cuda"
-    if settings.kernels == "torch" or (settings.kernels == "auto" and not (on_device and _triton_is_here())):
+    if settings.kernels == "torch" or (settings.kernels == "auto" and not (on_device and _kernels_run(device))):
         if not on_device:
             return cpu
         from odc.movers.cuda import CudaMover
@@ -123,6 +128,8 @@ def mover_for(settings: Settings, device: torch.device = _CPU, own: int = 0) -> 
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"Settings(kernels='triton') needs triton: {install('kernels')}") from error
     if on_device:
+        if why := _failure(device):
+            raise UnsupportedError(f"Settings(kernels='triton'): no kernel runs on {device}: {why}; {_BUILD}")
         return compiled.CompiledMover(own, settings.copy_engine_bytes)
     triton.refuse_unusable(device)
     return triton
@@ -133,5 +140,23 @@ def device_mover(mover: DataMover) -> DeviceMover:
     return cast(DeviceMover, mover)
 
 
-def _triton_is_here() -> bool:
-    return importlib.util.find_spec("triton") is not None
+@cache
+def _kernels_run(device: torch.device) -> bool:
+    """Whether triton is installed and a kernel runs on `device`; warns where the first holds alone, once a process."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if why := _failure(device):
+        _log.warning("odc's kernels do not run on %s, torch's take their place: %s; %s", device, why, _BUILD)
+    return not why
+
+
+@cache
+def _failure(device: torch.device) -> str:
+    """Why no kernel can be launched on `device`; empty where one can. Images without a compiler have triton, too."""
+    try:
+        from odc.movers import triton
+
+        triton.launch_one(device)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""

@@ -25,6 +25,12 @@ def refuse_unusable(device: torch.device) -> None:
         refuse_compiled()
 
 
+def launch_one(device: torch.device) -> None:
+    """Launch a kernel that publishes one number; raises whatever keeps triton from compiling or launching here."""
+    number = torch.zeros(1, device=device)
+    publish([number], [torch.zeros_like(number)])
+
+
 def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
     """See `DataMover.publish`."""
     publish_shards(places, shards)

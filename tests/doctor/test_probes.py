@@ -124,6 +124,19 @@ def test_triton(installed: Callable[..., None]) -> None:
         assert found_by(gpu.triton) == found
 
 
+def test_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert found_by(gpu.compiler) == "missing: neither gcc nor clang, and CC names no other"
+    monkeypatch.setenv("CC", "cc-of-mine")
+    assert found_by(gpu.compiler) == "missing: CC=cc-of-mine is not there"
+    (tmp_path / "cc-of-mine").touch(mode=0o755)
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    assert found_by(gpu.compiler).endswith(f"is there, {tmp_path}/Python.h is not")
+    (tmp_path / "Python.h").touch()
+    assert gpu.compiler() == f"{tmp_path}/cc-of-mine, {tmp_path}/Python.h"
+
+
 def test_nvshmem(installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     installed()

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +23,8 @@ from support.deferred import move_all
 from support.on_ranks import on_interpreted_ranks
 
 from odc.errors import OdcError, UnsupportedError
+from odc.movers import choice, driver
 from odc.movers import cpu as cpu_mover
-from odc.movers import driver
 from odc.movers.choice import mover_for
 from odc.movers.cuda import CudaMover
 from odc.settings import Settings
@@ -195,15 +200,67 @@ def test_the_device_and_the_settings_decide_what_moves_data(monkeypatch: pytest.
     for kernels in ("auto", "torch"):
         assert mover_for(Settings(kernels=kernels), torch.device("cpu")) is cpu_mover  # type: ignore[arg-type]
     assert type(mover_for(Settings(kernels="torch"), cuda)) is CudaMover
-    monkeypatch.setattr("odc.movers.choice._triton_is_here", lambda: False)
+    monkeypatch.setattr("odc.movers.choice._kernels_run", lambda device: False)
     assert type(mover_for(Settings(), cuda)) is CudaMover, "torch moves what no kernel can"
 
 
 @needs_triton
-def test_kernels_are_the_default_on_a_device() -> None:
+def test_kernels_are_the_default_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc.movers.choice._failure", lambda device: "")
+    choice._kernels_run.cache_clear()
     mover = mover_for(Settings(copy_engine_bytes=77), torch.device("cuda", 0), own=3)
     assert type(mover).__name__ == "CompiledMover" and mover.atomic  # type: ignore[attr-defined]
     assert (mover._own, mover._least) == (3, 77)  # type: ignore[attr-defined]
+
+
+@needs_triton
+def test_kernels_that_cannot_be_built_leave_the_data_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many models there are, one warning; whoever asked for kernels gets an error."""
+    tried: list[torch.device] = []
+
+    def fails(device: torch.device) -> None:
+        tried.append(device)
+        raise RuntimeError("Failed to find C compiler.\nAnd more")
+
+    monkeypatch.setattr("odc.movers.triton.launch_one", fails)
+    choice._kernels_run.cache_clear(), choice._failure.cache_clear()
+    cuda = torch.device("cuda", 0)
+    try:
+        for _ in range(2):
+            assert type(mover_for(Settings(), cuda)) is CudaMover
+        (warning,) = caplog.messages
+        assert "torch's take their place: RuntimeError: Failed to find C compiler.; triton builds" in warning
+        with pytest.raises(UnsupportedError, match="no kernel runs on cuda:0: RuntimeError: Failed to find C compiler"):
+            mover_for(Settings(kernels="triton"), cuda)
+        assert tried == [cuda], "once a process"
+    finally:
+        choice._kernels_run.cache_clear(), choice._failure.cache_clear()
+
+
+@needs_triton
+@pytest.mark.parametrize("compiler", [None, "/no/such/compiler"])
+def test_a_machine_without_a_compiler_is_found_by_one_launch(compiler: str | None, tmp_path: Path) -> None:
+    """By triton's own driver, which it builds when the first kernel is launched."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
+    environment |= {} if compiler is None else {"CC": compiler}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(Path(__file__).parents[1] / "support" / "no_compiler.py")],
+        env={
+            **environment,
+            "PATH": str(tmp_path),
+            "TRITON_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    failure, kind = json.loads(done.stdout)
+    assert ("C compiler" if compiler is None else compiler) in failure
+    assert kind == "CudaMover" and "torch's take their place" in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
@@ -284,5 +341,3 @@ def test_without_batches_copies_are_asked_for_one_by_one(
 def test_settings_refuse_sizes_of_nothing() -> None:
     with pytest.raises(ValueError, match="copy_engine_bytes must be"):
         Settings(copy_engine_bytes=0)
-    with pytest.raises(UnsupportedError) if importlib.util.find_spec("triton") is None else nullcontext():
-        mover_for(Settings(kernels="triton"), torch.device("cuda", 0))
