@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Protocol, cast
 
@@ -17,6 +17,8 @@ from odc.errors import UnsupportedError, install
 from odc.movers import cpu
 from odc.settings import Settings
 
+#: The dtype of a parameter and its gradients, and of the sums of these; None where it has none.
+Sums = tuple[torch.dtype, torch.dtype | None]
 _CPU = torch.device("cpu")
 _BUILD = "triton builds its driver with a C compiler and Python's headers; see `odc doctor --need kernels`"
 _log = logging.getLogger(__name__)
@@ -64,6 +66,13 @@ class DeviceMover(DataMover, Protocol):
     """
 
     atomic: bool
+
+    def prepare(self, device: torch.device, dtypes: Iterable[Sums], atomic: bool) -> None:
+        """Compile and load what the calls below launch, for these dtypes; with `atomic`, atomic adds to peers as well.
+
+        On the training thread. Loading a module, as allocating, may wait for every kernel that runs on the device:
+        another thread that did so would hold its rank up, or wait for a kernel that waits for that thread's rank.
+        """
 
     def stage(
         self,

@@ -5,7 +5,8 @@ What does not change from call to call is kept in plans, one for each unit: a ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,23 @@ class CompiledMover(CudaMover):
     publish = staticmethod(triton.publish)
     add = staticmethod(triton.add)
     accumulate = staticmethod(triton.accumulate)
+
+    def prepare(
+        self, device: torch.device, dtypes: Iterable[tuple[torch.dtype, torch.dtype | None]], atomic: bool
+    ) -> None:
+        """See `DeviceMover.prepare`: each kernel is launched on one number. Its blocks do not depend on sizes."""
+        for dtype, total in dict.fromkeys(dtypes):
+            value = torch.zeros(1, dtype=dtype, device=device)
+            memory = value.view(torch.uint8)
+            triton.gather([torch.zeros_like(value)], [0], 1, [(0, memory)])
+            if total is None:
+                continue
+            sums = torch.zeros(1, dtype=total, device=device)
+            ways: list[tuple[torch.Tensor, dict[str, Any]]] = [(memory, {}), (sums, {"to": total, "alone": True})]
+            for target, way in [*ways, (sums, {"to": total})] if atomic else ways:
+                plan = ScatterPlan((1,), (1,), (0,), dtype, 1, device, **way)
+                plan.run([value.data_ptr()], pointer_table([target.data_ptr()], device), 0, 1)
+            add_all([sums], [[value]])
 
     def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
         """See `DeviceMover.add_all`; one launch a pair of dtypes."""

@@ -6,7 +6,7 @@ compute; all others together by one kernel of torch's, because a copy each would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -77,6 +77,11 @@ class CudaMover:
     put = staticmethod(driver.copy)
     add = staticmethod(cpu.add)
     accumulate = staticmethod(cpu.add)
+
+    def prepare(
+        self, device: torch.device, dtypes: Iterable[tuple[torch.dtype, torch.dtype | None]], atomic: bool
+    ) -> None:
+        """See `DeviceMover.prepare`; torch compiles nothing."""
 
     def gather(self, outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, sources: Sources) -> None:
         """See `DataMover.gather`."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap
-from odc.movers.choice import mover_for
+from odc.movers.choice import device_mover, mover_for
 from odc.protocol.grid import RankGrid, refuse_unsupported
 from odc.protocol.peers.local import LocalPeer
 from odc.protocol.peers.remote import NodeShare, RemotePeer
-from odc.protocol.regions import Regions
+from odc.protocol.regions import WIRE_DTYPES, Regions
 from odc.protocol.units import UnitSpec
 from odc.settings import Settings
 
@@ -34,6 +34,8 @@ class HeapLayout(Regions):
         heap.adds_atomically = bool(getattr(self.mover, "atomic", True))
         refuse_unsupported(grid, kernels="auto" if heap.device.type == "cuda" else settings.kernels)
         super().__init__(grid, units, settings, heap.lanes.asynchronous)
+        if heap.lanes.asynchronous:
+            self._prepare_mover()
         for name, nbytes in self.requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in _DATA)
         mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
@@ -48,6 +50,17 @@ class HeapLayout(Regions):
             member: NodeShare(heap, grid.nodes, member, self.sums_at[:-1])
             for member in (grid.nodes.remote if grid.nodes.shards_span_hosts else ())
         }
+
+    def _prepare_mover(self) -> None:
+        """No thread but this one, which trains, is to compile a kernel; gradients come in their parameter's dtype."""
+        dtypes = [
+            (spec.dtype, unit.accumulator_dtype if spec.trained and spec.dtype in WIRE_DTYPES else None)
+            for unit in self.units
+            for spec in unit.params
+        ]
+        mover = device_mover(self.mover)
+        atomic = mover.atomic and (self.settings.accumulate == "direct" or self.grid.nodes.shards_span_hosts)
+        mover.prepare(self.heap.device, dtypes, atomic)
 
     def _initialize_mutexes(self, region: str) -> None:
         address, nbytes = self.heap.address(self.grid.me, region), 8 * len(self.heap.words(self.grid.me, region))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.deferred import DeferredLanes, DeferredMover, late_heaps
@@ -149,6 +151,19 @@ def test_without_atomic_adds_a_direct_push_takes_the_lock(deferred: list[Deferre
         group.publish_all()
         with pytest.raises(AssertionError, match="a lock was taken"):
             push(group, deferred[0], 0, 0, gradients(group.units[0], 2, 1.0))
+
+
+@pytest.mark.parametrize(("accumulate", "atomic"), [("server", False), ("direct", True)])
+def test_kernels_are_made_ready_for_the_dtypes_of_all_units(
+    monkeypatch: pytest.MonkeyPatch, accumulate: Any, atomic: bool
+) -> None:
+    """Where the heap is laid out, by the thread that trains: other threads then find what they launch."""
+    late_heaps(monkeypatch, atomic=True)
+    with HeapGroup([*MATRICES, [("s", 8, F32)]], 2, settings=Settings(accumulate=accumulate, timeout_s=60.0)) as group:
+        for layout in group.layouts:
+            device, dtypes, found = layout.mover.prepared  # type: ignore[attr-defined]
+            assert device == layout.heap.device and found == atomic
+            assert set(dtypes) == {(BF16, F32), (F32, F32)}
 
 
 def test_over_links_without_atomics_direct_adds_are_plain_ones_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:

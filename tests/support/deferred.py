@@ -110,6 +110,10 @@ class DeferredMover:
         work = getattr(self._mover, name)
         return lambda *args: self._lanes.ask(lambda: work(*args))
 
+    def prepare(self, *asked: object) -> None:
+        """Kept: there is nothing to compile."""
+        self.prepared = asked
+
     def put(self, address: int, source: int, nbytes: int) -> None:
         self._lanes.ask(lambda: ctypes.memmove(address, source, nbytes))  # type: ignore[arg-type,return-value]
 

@@ -1,0 +1,101 @@
+"""Prepares a `CompiledMover` and then moves units by it in other threads; prints which thread loaded what.
+
+Run as a script by `tests/movers/test_prepared.py`, in a process where nothing is interpreted. Kernels are compiled for
+sm_90 and never run: a stand-in for triton's driver counts what is loaded and drops launches. Memory of the CPU stands
+for a device's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from odc.movers.compiled import CompiledMover
+
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+loaded: list[str] = []  # by which thread
+launched: list[str] = []
+
+
+class Utils:
+    def load_binary(self, *_: object) -> tuple[int, ...]:
+        loaded.append(threading.current_thread().name)
+        return 0, 0, 32, 0, 1024
+
+    def get_device_properties(self, _: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+
+
+class Launcher:
+    def __init__(self, *_: object) -> None: ...
+
+    def __call__(self, *_: object) -> None:
+        launched.append(threading.current_thread().name)
+
+
+class Driver:
+    utils, launcher_cls = Utils(), Launcher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def no_copies(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
+    """In place of the copy engine."""
+
+
+def minibatch(mover: CompiledMover, dtypes: list[torch.dtype], total: torch.dtype, atomic: bool) -> None:
+    """What odc's threads ask for, of units of every kind: large, small, of one dtype, mixed, with short gradients."""
+    shards, sums = 2, torch.zeros(1 << 16, dtype=total)
+    for numel in (3, 16, 5000):
+        for unit in ([dtype] for dtype in dtypes), [dtypes], [dtypes[::-1]]:
+            for kinds in unit:
+                outs = [torch.zeros(shards * numel, dtype=kind) for kind in kinds]
+                offsets = [i * numel * 8 for i in range(len(kinds))]
+                memory = [(shard, torch.zeros(1 << 19, dtype=torch.uint8)) for shard in (1, 0)]
+                mover.gather(outs, offsets, shards, memory)
+                for kind in kinds:
+                    values = [torch.zeros(shards * numel - 1, dtype=kind)]
+                    mover.stage(values, (numel,), (0,), memory)
+                    mover.add_part(values, (numel,), (0,), 0, sums)
+                    mover.add_all([sums[:numel]], [[values[0][:numel]] * 3])
+                    mover.add([sums[1 : 1 + numel]], [values[0][:numel]])
+                    if atomic:
+                        mover.accumulate_all(values, (numel,), (0,), [(0, sums), (1, sums)])
+                        mover.accumulate([sums[:numel]], [values[0][:numel]])
+
+
+def main() -> None:
+    """Print what the main thread loaded, what others loaded, and how much others launched."""
+    driver.set_active(Driver())
+    launch = importlib.import_module("odc.kernels.launch")
+    launch.refuse_compiled = lambda: None
+    torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment,misc]
+    for dtypes, total, atomic in ([BF16, F32], F32, True), ([F16, F64], F64, False):
+        for least in (1 << 30, 4096):
+            mover = CompiledMover(0, least, no_copies)
+            mover.prepare(torch.device("cpu"), [(dtype, total) for dtype in dtypes], atomic)
+            name = f"odc-{total}-{least}"
+            thread = threading.Thread(target=minibatch, args=(mover, dtypes, total, atomic), name=name)
+            thread.start()
+            thread.join()
+    others = [name for name in launched if name.startswith("odc-")]
+    late = [name for name in loaded if name.startswith("odc-")]
+    print(json.dumps({"early": len(loaded) - len(late), "late": late, "launched": len(others)}))
+
+
+if __name__ == "__main__":
+    main()
