@@ -153,12 +153,12 @@ class CudaHeap(NamedHeap):
         self._local, self._layout = local, layout
 
     def _create(self, nbytes: int) -> torch.Tensor:
-        free, _ = torch.cuda.mem_get_info(self.device)
         try:
-            local = symmetric.allocate(nbytes, self.device)
+            local = self._allocate(nbytes)
         except UnsupportedError:
             raise
         except RuntimeError as error:
+            free, _ = torch.cuda.mem_get_info(self.device)
             reason = str(error).splitlines()[0]
             if nbytes <= free and "out of memory" not in reason:
                 raise OdcError(
@@ -172,6 +172,16 @@ class CudaHeap(NamedHeap):
         local.zero_()
         torch.cuda.current_stream(self.device).synchronize()  # before any peer can read it
         return local
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """A refusal may be for memory that torch caches and uses no more, often what a model was loaded into."""
+        try:
+            return symmetric.allocate(nbytes, self.device)
+        except UnsupportedError:
+            raise
+        except RuntimeError:
+            torch.cuda.empty_cache()
+            return symmetric.allocate(nbytes, self.device)
 
     def tensor(
         self, member: int, name: str, dtype: torch.dtype, *, offset: int = 0, numel: int | None = None

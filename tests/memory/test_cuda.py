@@ -114,6 +114,35 @@ def test_what_torch_refuses_is_reported_in_one_line(ranks, where: str, why: str,
     assert "stack of torch" not in message
 
 
+def has_it_after(rank: int, world: int, identity: str, refusals: int) -> tuple[str, list[str]]:
+    """What comes of a heap that torch refuses so many times, and what was asked for in which order."""
+    asked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
+        allocate = cuda.symmetric.allocate
+
+        def refuse(nbytes: int, device: torch.device) -> torch.Tensor:
+            asked.append("heap")
+            if asked.count("heap") <= refusals:
+                raise RuntimeError("CUDA driver error: out of memory")
+            return allocate(nbytes, device)
+
+        patch.setattr(cuda.symmetric, "allocate", refuse, raising=False)
+        patch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty_cache"))
+        heap.allocate("data", 1 << 20)
+        try:
+            heap.seal()
+        except HeapMemoryError as error:
+            return str(error), asked
+        return "", asked
+
+
+@pytest.mark.parametrize("refusals", [0, 1, 2])
+def test_memory_that_torch_only_caches_is_given_to_the_heap(ranks, refusals: int) -> None:
+    for error, asked in ranks(2).run(has_it_after, uuid.uuid4().hex[:12], refusals):
+        assert asked == (["heap", "empty_cache", "heap"] if refusals else ["heap"]), "once more, and not again"
+        assert ("out of memory" in error) == (refusals == 2)
+
+
 def test_no_management_library_is_an_error_and_no_crash() -> None:
     with pytest.raises(UnsupportedError, match="libnvidia-ml-that-is-nowhere.*compute,utility"):
         require_nvml("libnvidia-ml-that-is-nowhere.so.1")
