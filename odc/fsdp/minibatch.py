@@ -82,6 +82,7 @@ class Minibatch:
     def begin(self) -> None:
         """Open the next epoch if none is open: publish this rank's shards. Waits until no rank uses the last epoch."""
         self._protocol.touch("beginning or fetching")
+        refusals.refuse_capture(self._who(), self._member.layout.heap.device)
         refusals.refuse_early_begin(self._who(), self.state)
         if self.state is RootState.CLOSED:
             self._open()
@@ -310,6 +311,7 @@ class Minibatch:
         The epoch's window in the trace begins at its first use: a rank may publish for readers outside the job and
         wait.
         """
+        refusals.refuse_capture(self._who(), self._member.layout.heap.device)
         self.close_evaluation("publish()")
         self._protocol.touch("beginning or fetching")
         self._open()

@@ -35,6 +35,16 @@ def refuse_early_begin(who: str, state: RootState) -> None:
         )
 
 
+def refuse_capture(who: str, device: torch.device) -> None:
+    """Before an epoch is opened or used: ranks wait for each other there, and a graph would replay none of that."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{who}: a CUDA graph is being captured on the current stream, and odc's fetches and pushes cannot be "
+            "part of one: a replay would neither wait for peers nor announce anything. Capture parts of the model that "
+            "are not sharded, or that stay unsharded, with capture_error_mode='thread_local' (docs/gpu.md)"
+        )
+
+
 def refuse_unwritten(who: str, doing: str, state: RootState) -> None:
     """`doing` would change or use what the end of the minibatch has yet to write."""
     if state in (RootState.FINISHING, RootState.FAILED):

@@ -20,7 +20,7 @@ from odc.fsdp._torch_param import params_of
 from odc.fsdp.fetcher import Fetcher
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.minibatch import Minibatch
-from odc.fsdp.refusals import refuse_stale
+from odc.fsdp.refusals import refuse_capture, refuse_stale
 from odc.fsdp.root_layout import (
     agreed_settings,
     calls_below,
@@ -51,6 +51,8 @@ class Root:
             raise OdcError("set_manual_backward_finalization() must be called on the root")
         call = registered(module)
         self.rank = rank = dist.get_rank()
+        if groups:
+            refuse_capture(f"rank {rank}", compat.device_of(groups[0]))
         grid = grid_of(groups, rank)
         self.settings = settings = agreed_settings(module, call)
         store = compat.default_store()

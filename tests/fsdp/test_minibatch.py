@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from support.machines import LAYOUT, Rank, finish, states
 from support.members import HeapGroup
 
@@ -113,6 +114,21 @@ def test_begin_publishes_the_shards_of_now_and_only_once(two: list[Rank]) -> Non
     two[0].machine.begin()
     assert layout.peer(0).published(layout.units[1], 0).tolist() == [3.0] * 3
     assert layout.peer(0).board.load(Word.PUBLISHED) == 1
+
+
+@pytest.mark.parametrize("use", ["begin", "publish"])
+def test_nothing_begins_while_a_graph_is_captured(two: list[Rank], use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device; on the CPU there are no graphs, and torch is not asked."""
+    machine = two[0].machine
+    asked: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: asked.append(True) or True)
+    getattr(machine, use)()
+    assert machine.epoch == 1 and not asked
+    machine.close_evaluation("the test")
+    monkeypatch.setattr(machine._member.layout.heap, "device", torch.device("cuda", 0))
+    with pytest.raises(UnsupportedError, match=r"^rank \d+ \(epoch 1\): a CUDA graph is being captured"):
+        getattr(machine, use)()
+    assert machine.epoch == 1, "nothing was opened"
 
 
 def test_begin_waits_until_no_rank_reads_the_last_epoch(two: list[Rank]) -> None:
