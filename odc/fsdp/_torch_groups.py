@@ -5,9 +5,11 @@ FSDP keeps process groups beside the names of a mesh, and a mesh has a registry 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -22,6 +24,7 @@ from odc.fsdp._torch_reshard import is_sharded_over, shard_anew
 #: What the keys of the default process group begin with, in the store that it was made with.
 DEFAULT_PREFIX = "0//"
 _cut_short: list[Any] = []  # process groups
+_NEVER_SENT = 0x0DC  # tag
 _GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")
 
 for _owner, _name in (
@@ -91,7 +94,7 @@ def refuse_other_groups(groups: Iterable[FSDPParamGroup]) -> None:
 
 
 def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
-    """Abort and drop all process groups, and what the units hold of them. Waits for no rank.
+    """End and drop all process groups, and what the units hold of them. Waits for no rank.
 
     NCCL's communicators are aborted only: to destroy them torch waits for what they run, and NCCL for all ranks.
     """
@@ -102,13 +105,27 @@ def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
                 setattr(info, name, None)
     for mesh in _meshes(groups):
         mesh._pg_registry.clear()
-    if dist.is_initialized():
-        if nccl_parts():
-            cast(Any, distributed_c10d)._abort_process_group()
-            return
-        # gloo's destructor waits for ever for a connection on which a rank that lives has sent what no one receives.
-        cast(Any, dist.group.WORLD).abort()
+    if not dist.is_initialized():
+        return
+    if dist.group.WORLD not in _cut_short:
+        close_connections()
+    if nccl_parts():
+        cast(Any, distributed_c10d)._abort_process_group()
+    else:
         dist.destroy_process_group()
+
+
+def close_connections() -> None:
+    """Close what gloo has connected for the default group, all of whose ranks are connected. Waits for none of them.
+
+    What other ranks wait for on them fails at once. To destroy the group closes them too, but gloo waits before that,
+    for ever, until nothing is left to be read: nor does it read what a rank that lives has sent for a collective that
+    failed here. It closes all connections of a group when one receive is late.
+    """
+    for peer in set(range(dist.get_world_size())) - {dist.get_rank()}:
+        with contextlib.suppress(RuntimeError):  # late, or closed before
+            work: Any = dist.irecv(torch.empty(1), peer, tag=_NEVER_SENT)
+            work.wait(timedelta(milliseconds=1))
 
 
 def keep_for_ever() -> None:
