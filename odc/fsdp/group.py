@@ -45,9 +45,10 @@ class OdcParamGroup(FetchedGroup):
 
     def wait_for_unshard(self) -> None:
         """Return with the unsharded parameters registered; no-op without an `unshard` under way."""
-        fetch, self.odc_fetch = self.odc_fetch, None
-        if fetch is None:
+        if self.odc_fetch is None:
             return
+        self.odc_minibatch.refuse_capture()  # which a unit that was fetched ahead has not met yet
+        fetch, self.odc_fetch = self.odc_fetch, None
         begin = recorder().now()
         fetch.wait()
         compat.to_unsharded(self)

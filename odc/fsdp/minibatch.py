@@ -79,10 +79,16 @@ class Minibatch:
         finally:
             self.explicit = before
 
+    def refuse_capture(self) -> None:
+        """UnsupportedError while a CUDA graph is being captured."""
+        device = self._member.layout.heap.device
+        if device.type == "cuda":
+            refusals.refuse_capture(self._who(), device)
+
     def begin(self) -> None:
         """Open the next epoch if none is open: publish this rank's shards. Waits until no rank uses the last epoch."""
         self._protocol.touch("beginning or fetching")
-        refusals.refuse_capture(self._who(), self._member.layout.heap.device)
+        self.refuse_capture()
         refusals.refuse_early_begin(self._who(), self.state)
         if self.state is RootState.CLOSED:
             self._open()
@@ -312,7 +318,7 @@ class Minibatch:
         The epoch's window in the trace begins at its first use: a rank may publish for readers outside the job and
         wait.
         """
-        refusals.refuse_capture(self._who(), self._member.layout.heap.device)
+        self.refuse_capture()
         self.close_evaluation("publish()")
         self._protocol.touch("beginning or fetching")
         self._open()

@@ -37,7 +37,7 @@ class DeviceRoute(PushRoute):
 
     def __init__(self, protocol: MemberProtocol, host: HostRoute) -> None:
         self._protocol, self._layout, self._host = protocol, protocol.layout, host
-        self._kept: dict[tuple[int, tuple[int, ...], tuple[torch.dtype, ...]], list[Run]] = {}
+        self._kept: dict[tuple[int, tuple[int, ...], tuple[torch.dtype, ...]], list[tuple[Run, list[Run]]]] = {}
         nodes, self._owners = protocol.grid.nodes, protocol.grid.shard_group_from_next()
         self._others = [owner for owner in self._owners if owner != nodes.me and not nodes.is_remote(owner)]
         self._remote = [owner for owner in self._owners if nodes.is_remote(owner)]
@@ -52,13 +52,13 @@ class DeviceRoute(PushRoute):
         atomic = self._layout.heap.adds_atomically  # known once the peers are mapped
         if accumulate == "direct" and not atomic:
             return self._host.push(unit, gradients)
-        for run in self._runs_of(unit, gradients):
+        for run, blocks in self._runs_of(unit, gradients):
             mine = gradients[run.start : run.stop]
             values = Values([gradient.values for gradient in mine])
             if accumulate == "direct":
                 sent += self._add_everywhere(unit, run, values, self._owners)
                 continue
-            sent += self._stage_everywhere(unit, run, values)
+            sent += self._stage_everywhere(unit, run, blocks, values)
             if self._remote and atomic:
                 sent += self._add_everywhere(unit, run, values, self._remote)
             else:  # under their locks, waiting for each
@@ -75,14 +75,20 @@ class DeviceRoute(PushRoute):
     def post_all(self) -> None:
         self._host.post_all()
 
-    def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[Run]:
-        """`runs_of`, which are the same for most pushes of a unit."""
+    def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[tuple[Run, list[Run]]]:
+        """`runs_of`, each with its blocks for slots, if there are any. They are the same for most pushes of a unit."""
         params = tuple([gradient.param for gradient in gradients])
         dtypes = tuple([gradient.values.dtype for gradient in gradients])
         runs = self._kept.get((unit.index, params, dtypes))
         if runs is None:
-            runs = self._kept[unit.index, params, dtypes] = runs_of(unit, params, dtypes)
+            made = runs_of(unit, params, dtypes)
+            runs = [(run, run.blocks(self._room(run.dtype)) if self._others else []) for run in made]
+            self._kept[unit.index, params, dtypes] = runs
         return runs
+
+    def _room(self, dtype: torch.dtype) -> int:
+        """Elements of a slot."""
+        return self._layout.ring.slot_bytes // dtype.itemsize
 
     def _add_everywhere(self, unit: UnitSpec, run: Run, values: Sequence[torch.Tensor], owners: Sequence[int]) -> int:
         """Add a run to the accumulators of `owners`, atomically; returns the bytes that leave this rank."""
@@ -94,15 +100,16 @@ class DeviceRoute(PushRoute):
         device_mover(layout.mover).accumulate_all(values, run.numels, run.offsets, places)
         return sum(owner != grid.me for owner in owners) * run.numel * run.dtype.itemsize
 
-    def _stage_everywhere(self, unit: UnitSpec, run: Run, values: Sequence[torch.Tensor]) -> int:
-        """Fill slots of every other owner with a run, whose gradients are `values`; returns the bytes. The last of them
-        are not announced yet. Waits for free slots, after it has announced the blocks before.
+    def _stage_everywhere(self, unit: UnitSpec, run: Run, blocks: Sequence[Run], values: Sequence[torch.Tensor]) -> int:
+        """Fill slots of every other owner with the blocks of a run, whose gradients are `values`; returns the bytes.
+
+        The last of them are not announced yet. Waits for free slots, after it has announced the blocks before.
         """
         boxes = [self._host.box(owner) for owner in self._others]
         if not boxes:
             return 0
-        room, sent = self._layout.ring.slot_bytes // run.dtype.itemsize, 0
-        for block in run.blocks(room):
+        room, sent = self._room(run.dtype), 0
+        for block in blocks:
             if block.numel > room:
                 sent += self._stage_in_parts(unit, block, values[block.start - run.start], boxes, room)
                 continue

@@ -34,15 +34,15 @@ class Run:
         if self.numel <= room:
             return [self]
         parts: list[Run] = []
-        begin = 0
+        begin = numel = 0
         for end in range(1, len(self.numels) + 1):
-            numel = sum(self.numels[begin:end])
+            numel += self.numels[end - 1]
             if end < len(self.numels) and numel + self.numels[end] <= room:
                 continue
             at, numels = self.offsets[begin], self.numels[begin:end]
             offsets = tuple(offset - at for offset in self.offsets[begin:end])
             parts.append(Run(self.start + begin, self.start + end, self.first + at, numel, self.dtype, numels, offsets))
-            begin = end
+            begin, numel = end, 0
         return parts
 
 

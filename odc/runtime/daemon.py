@@ -7,6 +7,7 @@ data, or a process connects to its listener (a Unix socket).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -29,6 +30,7 @@ from odc.runtime.service import Service
 from odc.runtime.shutdown import ReleaseQueue
 from odc.settings import Settings
 
+_log = logging.getLogger(__name__)
 LISTENER_PREFIX = "odc."
 #: What else this process answers to `odc status`, by name; values are replaced, never changed.
 process_status: dict[str, Any] = {}
@@ -86,9 +88,10 @@ class Daemon:
                 registration.cancel()
             try:
                 service.settle()
-            finally:
-                then()
-                gone.set()
+            except Exception:  # of a device that is broken: what it had been asked for will not be done
+                _log.exception("rank %d: root %s is let go of although its device fails", self.rank, service.identity)
+            then()
+            gone.set()
 
         def wait() -> None:
             while not self._reactor.is_current() and self._reactor.alive() and not gone.wait(ALIVE_CHECK_S):

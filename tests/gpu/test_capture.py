@@ -54,3 +54,28 @@ def test_nothing_of_a_minibatch_is_captured(rank: int, world: int) -> None:
         captured_backward()
     for root in live_roots():
         root.shut_down()
+
+
+@on_ranks(2)
+def test_a_unit_that_was_fetched_ahead_is_not_captured_either(rank: int, world: int) -> None:
+    device, mesh = own_device(rank), init_device_mesh("cuda", (world,))
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    x = torch.ones(2, 8, device=device)
+    for _ in range(2):  # the first learns the order
+        with model.minibatch():
+            model(x).sum().backward()
+        model.zero_grad()
+    capturing: list[bool] = []
+    first: Any = model[0]
+    with model.minibatch(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+        begun = first.register_forward_hook(lambda *_: capturing.append(True))
+        with pytest.raises(UnsupportedError, match=f"rank {rank}.*a CUDA graph is being captured"):
+            model(x)
+        begun.remove()
+        capturing.clear()
+        model(x).sum().backward()
+    for root in live_roots():
+        root.shut_down()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import subprocess
 import threading
@@ -154,6 +156,26 @@ def test_a_root_may_be_dismissed_in_the_moment_in_which_its_peer_ends(
     settle(server)
     assert server.alive()
     assert aborts(group) == [0, 0, 0]
+
+
+def test_a_device_that_fails_keeps_no_root(server: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither its own nor one that is dismissed after it, whose turn may come when the loop would have ended."""
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    with contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(HeapGroup(ONE_UNIT, 2)) for _ in range(4)]
+        over: list[int] = []
+        for number, group in enumerate(groups):
+            service = group.services[0]
+            service.identity, service.settle = f"root{number}", fail  # type: ignore[method-assign]
+            server.serve(service)
+        for number, group in enumerate(groups):
+            server.dismiss(group.services[0], functools.partial(over.append, number))()
+        settle(server)
+        assert over == [0, 1, 2, 3] and server.alive()
+    assert caplog.text.count("although its device fails") == 4
 
 
 @pytest.mark.parametrize("early", [True, False])
