@@ -3,12 +3,12 @@
 A **generation** is one set of processes. It is given up when one of them ends: the next one begins, in which a new
 process has the place of that one, or the others go on without it, and they are the same as before.
 
-Keys in the launcher's store, under `odc/recovery/`: `generation` (the newest; it only rises), `G/present/P` (what the
-process with place P shows in generation G), `G/ready/R` (where the slots of rank R are then), `G/over/R` (it has kept
-its last step), `over` once all have, `first`, the step that the job begins at, and `keeper/H`, the process that keeps
-the slots of host H. Where ranks may become fewer also `G/members`, who takes part in G; `members`, who did last;
-`waiting/P`, a process that waits for others of its host. Process group and heaps of generation G have
-their keys under `odc/recovery/G/`.
+Keys in the launcher's store, under `odc/recovery/`: `generation` (the newest; it only rises, and says "over" once all
+have kept the last step in it), `G/present/P` (what the process with place P shows in generation G), `G/ready/R` (where
+the slots of rank R are then), `G/over/R` (it has kept its last step), `first`, the step that the job begins at, and
+`keeper/H`, the process that keeps the slots of host H. Where ranks may become fewer also `G/members`, who takes part in
+G; `members`, who did last; `waiting/P`, a process that waits for others of its host. Process group and heaps of
+generation G have their keys under `odc/recovery/G/`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from odc.net.store import attempt, failure, host_identity
 from odc.recovery.members import Agreed, Held, MemberList, Presence, Share, newest_common, on_whole_hosts
 
 PREFIX = "odc/recovery/"
+_OVER = " over"
 
 
 class GenerationOver(Exception):
@@ -130,16 +131,31 @@ class Generations:
         return f"keeper/{host_identity()}"
 
     def finish(self) -> None:
-        """Wait until every rank has kept its last step; then the job is over, and no process can enter it any more."""
-        self.ready("over", Held([]))
-        if self.superseded() and not self._store.check(["over"]):
+        """Wait until every rank has kept its last step; then the job is over, and no process can enter it any more.
+
+        Either that holds or a next generation begins, on every rank alike.
+        """
+        try:
+            self.ready("over", Held([]))
+        except GenerationOver:
+            if self._found() != self._over():
+                raise
+        if self._follow_by(self._over()) != self._over():
             raise GenerationOver  # a rank that had come to its end was lost while another had not
-        self._store.set("over", "")
 
     def leave(self) -> None:
-        """Give this process's generation up: the next one begins, if it has not yet."""
-        old = str(self.generation)
-        self._store.compare_set("generation", "" if not self.generation else old, str(self.generation + 1))
+        """Give this process's generation up: the next one begins, if it has not yet and the job is not over."""
+        self._follow_by(str(self.generation + 1))
+
+    def _follow_by(self, value: str) -> str:
+        """Change `generation`, if it is this process's still; returns what it is then."""
+        return self._store.compare_set("generation", str(self.generation or ""), value).decode()
+
+    def _over(self) -> str:
+        return f"{self.generation}{_OVER}"
+
+    def _found(self) -> str:
+        return (self._store.find("generation") or b"0").decode()
 
     def superseded(self) -> bool:
         """Whether a newer generation has begun."""
@@ -169,7 +185,7 @@ class Generations:
     # entering -----------------------------------------------------------------------------------------------------
 
     def _refuse_over(self) -> None:
-        if self._store.check(["over"]):
+        if self._found().endswith(_OVER):
             raise OdcError(f"rank {self.place} has nothing to go on with: the job has kept its last step, and is over")
 
     def _refuse_taken(self) -> None:
@@ -300,7 +316,7 @@ class Generations:
         return Presence(os.getpid(), host_identity(), held)
 
     def _newest(self) -> int:
-        return int(self._store.find("generation") or 0)
+        return int(self._found().removesuffix(_OVER))
 
     def _of_group(self) -> JobStore:
         """What ranks store of this generation beside what this module does, in the store of their process group."""

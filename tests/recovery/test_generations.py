@@ -229,4 +229,23 @@ def test_a_job_is_not_over_while_a_rank_that_had_come_to_its_end_is_replaced(sto
     store.set(module.PREFIX + "generation", "1")  # a rank that waited for this one has seen the other end
     with pytest.raises(GenerationOver):
         one.finish()
-    assert not store.check([f"{module.PREFIX}over"])
+    assert store.get(module.PREFIX + "generation") == b"1"
+
+
+def test_ranks_that_have_ended_since_the_job_was_over_are_not_lost(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One looks for the others just before the last of them comes, and for the dead just after that has ended."""
+    ranks = [Generations(store, place, 2, 10.0) for place in range(2)]
+    in_threads(*(lambda one=one: enter(one) for one in ranks))
+    looks: list[int] = []
+
+    def culprit() -> int | None:
+        if looks:
+            return 1
+        looks.append(1)
+        ranks[1].finish()  # finds that rank 0 has come, and ends
+        return 1
+
+    monkeypatch.setattr(ranks[0], "culprit", culprit)
+    ranks[0].finish()
+    with pytest.raises(OdcError, match="the job has kept its last step, and is over"):
+        enter(Generations(store, 1, 2, 10.0))
