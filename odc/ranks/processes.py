@@ -280,11 +280,15 @@ class RankProcesses:
         for channel in ready:
             if channel is self._server.control:
                 continue
-            try:
-                self.outcomes[open_channels[channel]].note(*pickle.loads(channel.recv_bytes()))
-            except (EOFError, OSError):
-                channel.close()
+            self._take(open_channels[channel])
         self._note_exits()
+
+    def _take(self, i: int) -> None:
+        """Take in one message, which is there, or the end of the channel."""
+        try:
+            self.outcomes[i].note(*pickle.loads(self._channels[i].recv_bytes()))
+        except (EOFError, OSError):
+            self._channels[i].close()
 
     def answers(self, timeout: float, grace_s: float) -> bool:
         """Waits until every rank has answered or ended; False if one has failed or `timeout` is over.
@@ -341,6 +345,10 @@ class RankProcesses:
             channel.close()
 
     def _note_exits(self) -> None:
+        """After all that a rank had sent before its end: one that has answered and ended has not failed."""
         exits = self._server.poll()
-        for outcome in self.outcomes:
-            outcome.exit_code = exits.get(outcome.pid, outcome.exit_code)
+        for i, (outcome, channel) in enumerate(zip(self.outcomes, self._channels, strict=True)):
+            if outcome.pid in exits and outcome.exit_code is None:
+                while not channel.closed and channel.poll():
+                    self._take(i)
+                outcome.exit_code = exits[outcome.pid]

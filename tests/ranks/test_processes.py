@@ -15,6 +15,7 @@ import torch.distributed as dist
 from support.leaks import assert_nothing_left, memfds_of, processes_of, shared_files
 from support.rank_worker import die, report
 from support.ranks import RankPool, RanksFailed, spawn_ranks
+from support.waiting import until
 
 from odc.ranks.processes import RankOutcome, RankProcesses, fork_server, task
 from odc.trace import WINDOW, recorder
@@ -204,6 +205,24 @@ def test_the_fork_server_has_one_thread_and_is_replaced_when_it_is_gone() -> Non
     assert [outcome.value for outcome in ranks.outcomes] == ["1"]
     server.close()
     assert fork_server((("ODC_TEST", "1"),), ("torch", "odc.fsdp")) is not server
+
+
+def say_much_and_end(times: int) -> str:
+    for number in range(times):
+        report(number)
+    return "ended"
+
+
+def test_a_rank_that_has_answered_and_ended_has_not_failed() -> None:
+    """Also where its end is seen while what it sent is still to be taken in, as on a busy machine."""
+    ranks = RankProcesses(fork_server(), [0], once=True)
+    ranks.send(task(say_much_and_end, 9))
+    (outcome,) = ranks.outcomes
+    until(lambda: not Path(f"/proc/{outcome.pid}").exists())
+    ranks.receive(10.0)
+    until(lambda: ranks._note_exits() or outcome.exit_code is not None)  # type: ignore[func-returns-value]
+    assert (outcome.exit_code, outcome.answered, outcome.value) == (0, True, "ended")
+    ranks.close()
 
 
 def parent_of(pid: int) -> int:
