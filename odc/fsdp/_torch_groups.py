@@ -118,9 +118,9 @@ def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
 def close_connections() -> None:
     """Close what gloo has connected for the default group, all of whose ranks are connected. Waits for none of them.
 
-    What other ranks wait for on them fails at once. To destroy the group closes them too, but gloo waits before that,
-    for ever, until nothing is left to be read: nor does it read what a rank that lives has sent for a collective that
-    failed here. It closes all connections of a group when one receive is late.
+    What other ranks wait for on them fails at once. Destroying the group would close them too, but gloo first waits
+    until nothing is left to be read, and never reads what a live rank has sent for a collective that failed here. One
+    receive that is late makes it close all of the group's connections.
     """
     for peer in set(range(dist.get_world_size())) - {dist.get_rank()}:
         with contextlib.suppress(RuntimeError):  # late, or closed before

@@ -17,8 +17,6 @@ from odc.errors import UnsupportedError, install
 from odc.movers import cpu
 from odc.settings import Settings
 
-#: The dtype of a parameter and its gradients, and of the sums of these; None where it has none.
-Sums = tuple[torch.dtype, torch.dtype | None]
 _CPU = torch.device("cpu")
 _BUILD = "triton builds its driver with a C compiler and Python's headers; see `odc doctor --need kernels`"
 _log = logging.getLogger(__name__)
@@ -67,8 +65,12 @@ class DeviceMover(DataMover, Protocol):
 
     atomic: bool
 
-    def prepare(self, device: torch.device, dtypes: Iterable[Sums], atomic: bool) -> None:
-        """Compile and load what the calls below launch, for these dtypes; with `atomic`, atomic adds to peers as well.
+    def prepare(
+        self, device: torch.device, dtypes: Iterable[tuple[torch.dtype, torch.dtype | None]], atomic: bool
+    ) -> None:
+        """Compile and load what the calls below launch; with `atomic`, atomic adds to peers as well.
+
+        `dtypes` are pairs: of parameters and their gradients, and of the sums of these, None where there are none.
 
         On the training thread. Loading a module, as allocating, may wait for every kernel that runs on the device:
         another thread that did so would hold its rank up, or wait for a kernel that waits for that thread's rank.

@@ -5,14 +5,14 @@ What does not change from call to call is kept in plans, one for each unit: a ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from odc.kernels import GatherPlan, ScatterPlan, add_all, differ, fixed_rows, pointer_table
 from odc.movers import driver, triton
-from odc.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources, Values
+from odc.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources, Sums, Values
 
 
 class CompiledMover(CudaMover):
@@ -30,9 +30,7 @@ class CompiledMover(CudaMover):
     add = staticmethod(triton.add)
     accumulate = staticmethod(triton.accumulate)
 
-    def prepare(
-        self, device: torch.device, dtypes: Iterable[tuple[torch.dtype, torch.dtype | None]], atomic: bool
-    ) -> None:
+    def prepare(self, device: torch.device, dtypes: Sums, atomic: bool) -> None:
         """See `DeviceMover.prepare`: each kernel is launched on one number. Its blocks do not depend on sizes."""
         for dtype, total in dict.fromkeys(dtypes):
             value = torch.zeros(1, dtype=dtype, device=device)

@@ -16,6 +16,7 @@ from odc.movers import cpu, driver
 _COMPARED = 4 << 20  # elements at a time: what a comparison of shards with what was published takes beside them
 
 Sources = Sequence[tuple[int, torch.Tensor]]
+Sums = Iterable[tuple[torch.dtype, torch.dtype | None]]  # see `DeviceMover.prepare`
 CopyAll = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
@@ -78,9 +79,7 @@ class CudaMover:
     add = staticmethod(cpu.add)
     accumulate = staticmethod(cpu.add)
 
-    def prepare(
-        self, device: torch.device, dtypes: Iterable[tuple[torch.dtype, torch.dtype | None]], atomic: bool
-    ) -> None:
+    def prepare(self, device: torch.device, dtypes: Sums, atomic: bool) -> None:
         """See `DeviceMover.prepare`; torch compiles nothing."""
 
     def gather(self, outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, sources: Sources) -> None:

@@ -87,10 +87,10 @@ class HostRoute(PushRoute):
         remote = nodes.is_remote(owner)
         # This node's sum for an owner on another node lies in its column's heap.
         self._protocol.await_published((nodes.column(owner) if remote else owner,), "push")
+        found = pieces_for(unit, gradients, owner % grid.shards)
         if owner != grid.me and not remote and self._layout.stages:
-            runs = _runs(pieces_for(unit, gradients, owner % grid.shards))
-            return sum(self._stage_run(self.box(owner), unit, run) for run in runs)
-        pieces = list(pieces_for(unit, gradients, owner % grid.shards))
+            return sum(self._stage_run(self.box(owner), unit, run) for run in _runs(found))
+        pieces = list(found)
         try:
             self._adder.add(owner, unit, pieces)
         except PeerLostError:  # some rank died while it held the lock

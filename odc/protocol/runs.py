@@ -48,16 +48,16 @@ class Run:
 
 def runs_of(unit: UnitSpec, params: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Run]:
     """Gradients of `params`, indices in the unit, in as few runs as there can be in their order."""
-    runs: list[Run] = []
+    specs, runs = [unit.params[param] for param in params], list[Run]()
     start = 0
-    for stop in range(1, len(params) + 1):
-        specs = [unit.params[param] for param in params[start:stop]]
-        if stop < len(params):
-            following = unit.params[params[stop]].accumulator_offset
-            if following == specs[-1].accumulator_offset + specs[-1].numel and dtypes[stop] == dtypes[start]:
+    for stop in range(1, len(specs) + 1):
+        if stop < len(specs):
+            end = specs[stop - 1].accumulator_offset + specs[stop - 1].numel
+            if specs[stop].accumulator_offset == end and dtypes[stop] == dtypes[start]:
                 continue
-        first, numels = specs[0].accumulator_offset, tuple(spec.numel for spec in specs)
-        offsets = tuple(spec.accumulator_offset - first for spec in specs)
+        some = specs[start:stop]
+        first, numels = some[0].accumulator_offset, tuple(spec.numel for spec in some)
+        offsets = tuple(spec.accumulator_offset - first for spec in some)
         runs.append(Run(start, stop, first, sum(numels), dtypes[start], numels, offsets))
         start = stop
     return runs

@@ -74,11 +74,8 @@ class RankOutcome:
     @property
     def failed(self) -> bool:
         """Whether the function raised, or the process ended before it had returned, and that matters."""
-        return not self.left_out and self._has_failed
-
-    @property
-    def _has_failed(self) -> bool:
-        return self.error is not None or (self.exit_code is not None and not self.answered)
+        ended = self.error is not None or (self.exit_code is not None and not self.answered)
+        return ended and not self.left_out
 
     def note(self, kind: str, value: Any) -> None:
         """Take in what the rank sent."""

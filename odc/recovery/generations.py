@@ -135,12 +135,13 @@ class Generations:
 
         Either that holds or a next generation begins, on every rank alike.
         """
+        over = f"{self.generation}{_OVER}"
         try:
             self.ready("over", Held([]))
         except GenerationOver:
-            if self._found() != self._over():
+            if self._found() != over:
                 raise
-        if self._follow_by(self._over()) != self._over():
+        if self._follow_by(over) != over:
             raise GenerationOver  # a rank that had come to its end was lost while another had not
 
     def leave(self) -> None:
@@ -150,9 +151,6 @@ class Generations:
     def _follow_by(self, value: str) -> str:
         """Change `generation`, if it is this process's still; returns what it is then."""
         return self._store.compare_set("generation", str(self.generation or ""), value).decode()
-
-    def _over(self) -> str:
-        return f"{self.generation}{_OVER}"
 
     def _found(self) -> str:
         return (self._store.find("generation") or b"0").decode()
@@ -190,19 +188,18 @@ class Generations:
 
     def _refuse_taken(self) -> None:
         """GenerationOver where the newest generation is not this process's to enter; it begins the next one then."""
-        if self._store.check([f"{self.generation}/present/{self.place}"]):
-            # This process itself, before a death, or the one whose place it takes.
-            places = (self._decided(self.generation) or self.members).places
-            if self.place in places:
-                # Ranks of other hosts may wait for that one's heap, and have no other way to learn of its end.
-                rank = places.index(self.place)
-                announce_failure(self._of_group(), f"rank {rank} has ended, and its place is taken", rank)
-            elif (members := self._decided(self.generation)) is not None:
-                self._await_host(members)
-        elif (members := self._decided(self.generation)) is not None:
-            self._await_host(members)
-        else:
+        # This process itself, before a death, or the one whose place it takes.
+        taken = self._store.check([f"{self.generation}/present/{self.place}"])
+        members = self._decided(self.generation)
+        if not taken and members is None:
             return
+        places = (members or self.members).places
+        if taken and self.place in places:
+            # Ranks of other hosts may wait for that one's heap, and have no other way to learn of its end.
+            rank = places.index(self.place)
+            announce_failure(self._of_group(), f"rank {rank} has ended, and its place is taken", rank)
+        elif members is not None:
+            self._await_host(members)
         self.leave()
         raise GenerationOver
 

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +10,7 @@ import pytest
 import torch
 from support.kernel_heaps import failures_of_threads, numbers, same_bits
 from support.on_ranks import on_interpreted_ranks
+from support.uninterpreted import run_uninterpreted
 
 
 @on_interpreted_ranks(1)
@@ -95,17 +92,7 @@ def test_other_memory_is_refused(rank: int, world: int) -> None:
 
 def test_compiled_kernels_are_compiled_once(tmp_path: Path) -> None:
     """By three threads, for any numbers and tables: a variant more is a second lost in the middle of training."""
-    pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(Path(__file__).parents[1] / "support" / "launched.py")],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
+    found, _ = run_uninterpreted("launched.py", tmp_path)
     assert found["launched"] == found["expected"] == 3 * 12 * 7
     assert found["prepared"], "a launch past triton's binding is another launch"
     assert set(found["variants"].values()) == {1}, found

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.deferred import move_all
 from support.on_ranks import on_interpreted_ranks
+from support.uninterpreted import run_uninterpreted
 
 from odc.errors import OdcError, UnsupportedError
 from odc.movers import choice, driver
@@ -243,24 +240,9 @@ def test_kernels_that_cannot_be_built_leave_the_data_to_torch(
 @pytest.mark.parametrize("compiler", [None, "/no/such/compiler"])
 def test_a_machine_without_a_compiler_is_found_by_one_launch(compiler: str | None, tmp_path: Path) -> None:
     """By triton's own driver, which it builds when the first kernel is launched."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "CC")}
-    environment |= {} if compiler is None else {"CC": compiler}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(Path(__file__).parents[1] / "support" / "no_compiler.py")],
-        env={
-            **environment,
-            "PATH": str(tmp_path),
-            "TRITON_CACHE_DIR": str(tmp_path),
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    failure, kind = json.loads(done.stdout)
+    (failure, kind), errors = run_uninterpreted("no_compiler.py", tmp_path, CC=compiler, PATH=str(tmp_path))
     assert ("C compiler" if compiler is None else compiler) in failure
-    assert kind == "CudaMover" and "torch's take their place" in done.stderr
+    assert kind == "CudaMover" and "torch's take their place" in errors
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")

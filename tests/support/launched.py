@@ -9,24 +9,14 @@ from __future__ import annotations
 import importlib
 import json
 import threading
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from odc import kernels
+from support.triton_driver import StandInDriver, StandInUtils, use
 
 launched: list[tuple[Any, ...]] = []
-
-
-class Utils:
-    def load_binary(self, *_: object) -> tuple[int, ...]:
-        return 0, 0, 32, 0, 1024
-
-    def get_device_properties(self, _: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
 
 
 class Launcher:
@@ -36,17 +26,8 @@ class Launcher:
         launched.append(args)
 
 
-class Driver:
-    utils, launcher_cls = Utils(), Launcher
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+class Driver(StandInDriver):
+    utils, launcher_cls = StandInUtils(), Launcher
 
 
 def everything(n: int, offset: int, table: torch.Tensor) -> int:
@@ -82,10 +63,7 @@ def prepared() -> bool:
 
 def main() -> None:
     """Print variants compiled by kernel, launches that were expected, and those that came."""
-    driver.set_active(Driver())
-    launch = importlib.import_module("odc.kernels.launch")
-    launch.refuse_compiled = lambda: None  # tensors of the CPU stand for a device's
-    torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment,misc]
+    use(Driver())
     expected: list[int] = []
 
     def work(at: int) -> None:

@@ -7,30 +7,24 @@ for a device's.
 
 from __future__ import annotations
 
-import importlib
 import json
 import threading
-from contextlib import nullcontext
 
 import numpy as np
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from odc.movers.compiled import CompiledMover
+from support.triton_driver import StandInDriver, StandInUtils, use
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 loaded: list[str] = []  # by which thread
 launched: list[str] = []
 
 
-class Utils:
-    def load_binary(self, *_: object) -> tuple[int, ...]:
+class NotedUtils(StandInUtils):
+    def load_binary(self, *asked: object) -> tuple[int, ...]:
         loaded.append(threading.current_thread().name)
-        return 0, 0, 32, 0, 1024
-
-    def get_device_properties(self, _: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+        return super().load_binary(*asked)
 
 
 class Launcher:
@@ -40,17 +34,8 @@ class Launcher:
         launched.append(threading.current_thread().name)
 
 
-class Driver:
-    utils, launcher_cls = Utils(), Launcher
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, _: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+class Driver(StandInDriver):
+    utils, launcher_cls = NotedUtils(), Launcher
 
 
 def no_copies(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
@@ -80,10 +65,7 @@ def minibatch(mover: CompiledMover, dtypes: list[torch.dtype], total: torch.dtyp
 
 def main() -> None:
     """Print what the main thread loaded, what others loaded, and how much others launched."""
-    driver.set_active(Driver())
-    launch = importlib.import_module("odc.kernels.launch")
-    launch.refuse_compiled = lambda: None
-    torch.cuda.device = lambda _: nullcontext()  # type: ignore[assignment,misc]
+    use(Driver())
     for dtypes, total, atomic in ([BF16, F32], F32, True), ([F16, F64], F64, False):
         for least in (1 << 30, 4096):
             mover = CompiledMover(0, least, no_copies)
