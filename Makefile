@@ -1,11 +1,12 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
-# test-integrations lays .venv-trl, .venv-titan, .venv-nixl, .venv-integrations and .venv-evaluation over it, likewise,
-# and test-torch lays .venv-torch-* over it; test-emulated makes .venv-emulated beside it, for a torch of its own.
+# test-integrations lays .venv-trl, .venv-titan, .venv-nixl, .venv-nvshmem, .venv-integrations and .venv-evaluation over
+# it, likewise, and test-torch and test-emulated lay .venv-torch-* over it.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
 #                            https://download.pytorch.org/whl/cpu (without it your own index decides)
-#   TORCH=2.15.0             the torch of test-torch and test-fsdp2, in an environment of its own (the one of .venv)
+#   TORCH=2.15.0             the torch of test-torch and test-fsdp2, in an environment of its own (the one of .venv),
+#                            and of test-emulated (2.11.0)
 #   TESTS="tests/fsdp ..."   what test-torch runs (the CPU tests of fsdp, runtime, protocol, hosts, memory and experiments)
 #   SUITE=pytorch/test/...   for test-fsdp2: test/distributed/_composable/fsdp of a pytorch source tree of that version
 #   ARGS="-k fetch -x"       added to the command of demo, test and bench; with any, bench leaves out its scripts
@@ -18,6 +19,8 @@ ARGS ?=
 JOBS ?= 2
 RESULTS ?= runs/bench
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+EMULATED_TORCH := $(if $(filter command line environment,$(origin TORCH)),$(TORCH),2.11.0)
+EMULATED_TESTS ?= tests/gpu tests/emulated
 TESTS ?= tests/fsdp tests/runtime tests/protocol tests/hosts tests/memory tests/experiments
 SUITE ?=
 
@@ -30,16 +33,17 @@ EXTRAS_trl := trl,lora,parquet
 EXTRAS_evaluation := lm-eval,lmms-eval
 EXTRAS_titan := torchtitan
 EXTRAS_nixl := nixl
+EXTRAS_nvshmem := nvshmem
 # torch shards over GPUs by itself wherever there are some; what these targets run is for the CPU.
 # Tests start many processes: what one has compiled of odc, the others load, whatever the shell says.
 ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Tests of one file stay together: they share rank processes, and what those keep. Files begin in their own order.
 SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INTEGRATIONS := $(patsubst %,.venv-%/.ready,trl titan nixl integrations evaluation)
+INTEGRATIONS := $(patsubst %,.venv-%/.ready,trl titan nixl nvshmem integrations evaluation)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo environments test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated bench bench-gpu figures lint clean
+.PHONY: help demo environments test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated test-orders bench bench-gpu figures lint clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
@@ -70,6 +74,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	$(ON_CPU) .venv-titan/bin/python -m pytest tests/integrations/test_torchtitan.py --installed torchtitan $(ARGS)
 	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/contracts/test_engines.py tests/doctor/test_probes.py \
 	    tests/handover/test_hosts.py -k "nixl or network" --installed nixl_cu13 $(ARGS)
+	$(ON_CPU) .venv-nvshmem/bin/python -m pytest tests/kernels/test_compile.py -k linked $(ARGS)
 	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
 	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_transformers_loss.py \
@@ -92,6 +97,8 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime longalign --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.emulated --regime swe-smith --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.handover --results $(RESULTS))
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.stand_in --results $(RESULTS))
+	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.virtual_step --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.grpo --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.evaluation --results $(RESULTS))
 	$(if $(ARGS),,$(ON_CPU) $(BIN)/python -m bench.generation --results $(RESULTS))
@@ -100,8 +107,11 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 test-gpu: $(READY)  ## run the tests that need a CUDA device (one is enough: ranks share it)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu $(ARGS)
 
-test-emulated: .venv-emulated/.ready build/emulated/libemulated_operators.so  ## run those tests without a GPU, CUDA emulated (once: downloads some GB, a torch with CUDA)
-	tests/emulated/run.sh python -m pytest -m gpu tests/gpu -p emulated_session $(ARGS)
+test-emulated: build/emulated/$(EMULATED_TORCH)/libemulated_operators.so  ## run those tests without a GPU, CUDA emulated, with torch 2.11.0 or TORCH=2.15.0 (once: downloads some GB)
+	TORCH=$(EMULATED_TORCH) tests/emulated/run.sh python -m pytest -m gpu $(EMULATED_TESTS) -p emulated_session $(ARGS)
+
+test-orders: build/emulated/$(EMULATED_TORCH)/libemulated_operators.so  ## run them while every access to device memory is judged; take each order of the protocol out (hours)
+	TORCH=$(EMULATED_TORCH) tests/emulated/run.sh python -m pytest -m gpu tests/gpu -p emulated_session -p ordered_session $(ARGS)
 
 bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by two arms; tables and JSON in RESULTS
 	@# Exit code 1 of the suite: some figures are missing; the others are stored, and the training is measured too.
@@ -119,7 +129,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/mypy
 
 clean:  ## remove the environments and everything that tools and runs left behind
-	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-integrations .venv-evaluation .venv-emulated .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-nvshmem .venv-integrations .venv-evaluation .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.
@@ -152,17 +162,6 @@ endef
 	@.venv-$*/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision 2>/dev/null || true
 	@touch $@
 
-# Beside .venv, not over it: another torch, whose CUDA build is some gigabytes. See tests/emulated/README.md.
-.venv-emulated/.ready: pyproject.toml constraints.txt tests/emulated/requirements.txt
-	@echo "Setting up .venv-emulated (once; it downloads some gigabytes, most of it CUDA's libraries)"
-	@$(PYTHON) -m venv .venv-emulated
-	@grep -vE '^(torch|triton)==' constraints.txt > .venv-emulated/constraints.txt
-	.venv-emulated/bin/python -m pip --disable-pip-version-check install -r tests/emulated/requirements.txt \
-	    -c .venv-emulated/constraints.txt -e '.[train,kernels,test]'
-	@.venv-emulated/bin/python -c 'import torch; assert (torch.version.cuda or "").startswith("13."), \
-	    f"torch {torch.__version__} is no build for CUDA 13: name another package index in pip\x27s configuration"'
-	@touch $@
-
 # The torch that TORCH names hides the one of .venv below it; all else has the versions of .venv. A CUDA build of torch
 # cannot be imported without the libraries of CUDA, so they come with it.
 .venv-torch-%/.ready: $(READY) tests/torch_suite/requirements.txt
@@ -174,5 +173,15 @@ endef
 	    "torch==$*" -r tests/torch_suite/requirements.txt
 	@touch $@
 
-build/emulated/libemulated_operators.so: .venv-emulated/.ready $(wildcard tests/emulated/*.cpp tests/emulated/*.h) tests/emulated/build.sh
-	tests/emulated/build.sh
+# A CUDA 13 build of that torch ("===": no build of another kind that the index may have), and CUDA's headers that torch
+# does not bring. Where the environment holds such a build already, this downloads a few MB.
+.venv-torch-%/.emulated: .venv-torch-%/.ready tests/emulated/requirements.txt
+	.venv-torch-$*/bin/python -m pip --disable-pip-version-check install -c .venv-torch-$*/constraints.txt \
+	    "torch===$*" -r tests/emulated/requirements.txt
+	@.venv-torch-$*/bin/python -c 'import torch; assert (torch.version.cuda or "").startswith("13."), \
+	    f"torch {torch.__version__} is no build for CUDA 13: name another package index in pip\x27s configuration"'
+	@touch $@
+
+.PRECIOUS: .venv-torch-%/.ready .venv-torch-%/.emulated
+build/emulated/%/libemulated_operators.so: .venv-torch-%/.emulated $(wildcard tests/emulated/*.cpp tests/emulated/*.h) tests/emulated/build.sh
+	TORCH=$* tests/emulated/build.sh

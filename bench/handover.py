@@ -8,6 +8,11 @@ the job stands still. Target: 0.5 of memcpy.
 
 The steps are minibatches whose compute is emulated (slept) and whose communication is real, in alternating rounds with
 and without a reader that fetches in a loop. Target: within 3%.
+
+`python -m bench.handover --far`, as root, makes a third table instead. The model of `bench.changes` is trained by two
+ranks of one host, and a process on another host, a network namespace as well, reads its weights after every step, or
+every third. Jobs with Settings(changes="off") and "on" take turns. "weights" are the bytes that leave the host in a
+read.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import signal
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -188,6 +194,87 @@ def step_row(pool: RankPool, mib: int, seconds: float, second_buffer: bool, pair
     }
 
 
+# a reader on another host ---------------------------------------------------------------------------------------------
+
+FAR_ARMS = {"whole": 1, "changes": 1, "changes, every third": 3}  # steps between two reads
+_far: dict[str, Any] = {}  # of this process, by arm: a model, or a reader and its tensors
+
+
+def build_far(rank: int, world: int, arm: str, given: tuple[Any, ...], warmup: int) -> str:
+    """On every rank: a model, trained at a high rate; returns its weight handle."""
+    from bench.changes import HIGH_RATE, Trained
+    from odc.handover import weight_handle
+
+    made = _far[arm] = Trained(arm.split(",")[0], *given)
+    for _ in range(warmup):
+        made.step(HIGH_RATE, rank, world)
+    made.model.publish()
+    return weight_handle(made.model)
+
+
+def train_far(rank: int, world: int, arm: str, rate: float, count: int) -> tuple[float, float]:
+    """On every rank: as many steps; seconds of the last, and of publishing it, on this rank."""
+    begin = published = 0.0
+    for _ in range(count):
+        begin = time.perf_counter()
+        _far[arm].step(rate, rank, world)
+        published = time.perf_counter()
+        _far[arm].model.publish()
+    return published - begin, time.perf_counter() - published
+
+
+def read_far(rank: int, world: int, arm: str, handle: str) -> float:
+    """In the reading process: seconds of a read into the tensors of the last."""
+    from odc.handover import Reader
+
+    if arm not in _far:
+        reader = Reader(handle)
+        _far[arm] = reader, reader.read().tensors
+    reader, into = _far[arm]
+    begin = time.perf_counter()
+    reader.read(into)
+    return time.perf_counter() - begin
+
+
+def far_rows(warmup: int, repeats: int, link: str) -> list[dict[str, Any]]:
+    """Every arm at every rate."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are those of the tests
+    from support.host_ranks import HostPool
+    from support.hosts import Hosts, Part
+
+    from bench.changes import RATES, text
+
+    rows, ids = list[dict[str, Any]](), text()
+    with Hosts(2) as hosts:
+        job, outside = HostPool(Part(hosts, 0, 1), 2), HostPool(Part(hosts, 1, 1), 1)
+        given = ids, 32, hosts[0].address
+        handles = {arm: job.run(build_far, arm, given, warmup)[0] for arm in FAR_ARMS}
+        if link != "none":
+            hosts.shape(link)
+        for rate in RATES:
+            found: dict[str, list[tuple[float, ...]]] = {arm: [] for arm in FAR_ARMS}
+            for repeat in range(1 + repeats):
+                for arm, every in FAR_ARMS.items():
+                    step = job.run(train_far, arm, rate, every)[0]
+                    before = hosts[0].counted()[0]
+                    seconds = outside.run(read_far, arm, handles[arm])[0]
+                    if repeat:
+                        found[arm].append((hosts[0].counted()[0] - before, seconds, *step))
+            rows += [_far_row(link, rate, arm, found) for arm in FAR_ARMS]
+        outside.close()
+        job.close()
+    return rows
+
+
+def _far_row(link: str, rate: float, arm: str, found: dict[str, list[tuple[float, ...]]]) -> dict[str, Any]:
+    out, read, step, publish = (median(column) for column in zip(*found[arm], strict=True))
+    row = {"link": link, "learning rate": rate, "arm": arm, "weights, MB": out / 1e6,
+           "of whole": out / median(one for one, *_ in found["whole"]), "read, s": read,
+           "step, s": step, "publish, s": publish}  # fmt: skip
+    print(row, file=sys.stderr, flush=True)
+    return row
+
+
 def main() -> None:
     script = Script(
         __doc__,
@@ -196,8 +283,16 @@ def main() -> None:
         seconds=(0.5, "slept in a step"),
         pairs=(6, "rounds with and without a reader"),
         steps=(8, "of one round"),
+        far=(False, "measure a reader on another host instead"),
+        warmup=(20, "steps at a high rate, of a far reader's job"),
+        repeats=(5, "reads of each arm at each rate, by a far reader"),
+        link=("1gbit", "of a far reader, as tc has it, or none"),
     )
     given = script.given
+    if given.far:
+        rows = far_rows(given.warmup, given.repeats, given.link)
+        script.store("handover_far", "Weights for a reader on another host, whole or as their changes", rows)
+        return
     with RankPool(2, timeout_s=1800) as pool:
         rates_ = rate_rows(pool, given.mib, given.rounds)
         loads = [

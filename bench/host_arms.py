@@ -86,6 +86,7 @@ def settings_of(arm: str) -> Settings:
         sums_dtype="bfloat16" if "bf16" in arm else "accumulator",
         prefetch=0 if "inline" in arm else 1,
         push_overlap="inline" not in arm,
+        changes="off",  # no weight changes here: nothing would cross but the sums
         trace=False,
         check_protocol=False,
     )

@@ -200,14 +200,40 @@ def _together(
     return float(first.elapsed_time(last)) / 1e3
 
 
-PARTS: dict[str, Callable[[Here], Iterator[Row]]] = {"beside": beside, "kernels": kernels}
+def by_cupy(here: Here) -> Iterator[Row]:
+    """Odc's gather beside one in CUDA C++ and the runtime's copies: what Triton loses."""
+    from bench.cupy_baselines import baselines
+    from odc import kernels as odc
+    from odc.kernels.launch import BESIDE_COMPUTE
+
+    n, count = here.nbytes // 4, 8
+    source = torch.arange(n, dtype=torch.float32, device=here.device)
+    target = torch.zeros_like(source)
+    owners = odc.pointer_table([piece.data_ptr() for piece in source.split(n // count)], here.device)
+    ways = baselines(target, source, owners, BESIDE_COMPUTE)
+    ways = {f"odc's kernel, {count} owners": lambda: odc.gather([target], [0], owners), **ways}
+    usual = 0.0
+    for name, run in ways.items():
+        try:
+            target.zero_()
+            run()
+            if not torch.equal(target, source):
+                raise ValueError("other bytes have come")
+            took = here.seconds(run)
+            usual = usual or took
+            yield {"gather by": name, "GB/s": 2 * here.nbytes / took / 1e9, "of odc's rate": f"{usual / took:.0%}"}
+        except Exception as error:  # the other ways are measured all the same
+            yield {"gather by": name, "GB/s": "", "of odc's rate": _failure(error)}
+
+
+PARTS: dict[str, Callable[[Here], Iterator[Row]]] = {"beside": beside, "kernels": kernels, "cupy": by_cupy}
 
 
 def main() -> None:
     """Measure the parts in turn; what is measured stands in the files at once."""
     script = Script(
         __doc__,
-        only=(list(PARTS), "parts", PARTS),
+        only=(["beside", "kernels"], "parts; cupy needs the extra of this name", PARTS),
         rehearse=(False, "tiny sizes on the CPU: does the script run?"),
     )
     given = script.given

@@ -44,8 +44,11 @@ def templates() -> dict[str, str]:
 
 
 def quote(template: str, name: str) -> str:
-    """A quote as it stands on a page."""
-    figures = quotes.figures_of(name)
+    """A quote as it stands on a page; of a result that is new, until it is stored, that it is."""
+    try:
+        figures = quotes.figures_of(name)
+    except FileNotFoundError:
+        return "*These figures have not been taken yet.*"
     made = list[str]()
     for in_table, lines in groupby(template.splitlines(), key=lambda line: line.startswith("|")):
         if in_table:

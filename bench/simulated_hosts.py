@@ -8,6 +8,9 @@ seconds of their row there. What part of odc's goes with the microbatches, and w
 minibatch, follows from the processor time of 2 and of 8 microbatches, of which only this ratio is used. Costs of `gloo`
 hold for all of torch's arms and those of `odc` for odc's, in proportion to the ranks, as cores are shared. Nothing is
 fitted to the rows that are compared. A limited link carries the payload of full Ethernet frames.
+
+A second table has the bytes that leave one of two hosts in a minibatch of bf16 training, by what crosses of the weights
+and by the dtype of sums. The shares of the weights that change are those that `bench.changes` has measured.
 """
 
 from __future__ import annotations
@@ -22,18 +25,22 @@ from bench.script import Script
 from bench.stored import Result, find, load
 from odc.simulate import Cluster, Model, Step, StepResult, Unit, simulate
 
-NAME = "simulated_hosts"
+NAME, BYTES = "simulated_hosts", "hosts_bytes"
 _FREE = "not limited"
 _FRAME = 1448 / 1514  # payload of TCP in a full frame
 _GBIT = 1e9 / 8
 _EXCHANGE = Work("exchange", 2, 2)
 _UNIT = 4.0 * _EXCHANGE.side**2  # bytes
+_CHANGED = {"whole": 1.0, "changed, lr 1e-4": 0.25, "changed, lr 1e-5": 0.068, "changed, lr 1e-6": 0.024}
+_SUMS = {"fp32": 4.0, "bf16": 2.0}  # bytes
 _MODEL = Model((Unit(_UNIT, _UNIT, 1 / _EXCHANGE.units),) * _EXCHANGE.units)
 
 
 def main() -> None:
     title = "Seconds of a minibatch on several hosts: simulated, and measured by bench.hosts"
-    Script(__doc__).store(NAME, title, rows(load("hosts")))
+    script = Script(__doc__)
+    script.store(NAME, title, rows(load("hosts")))
+    script.store(BYTES, "Bytes of a parameter that leave one of two hosts in a minibatch: simulated", bytes_rows())
 
 
 @dataclass(frozen=True)
@@ -107,6 +114,25 @@ def predicted(row: Result, costs: Costs) -> StepResult:
             reduce_once=arm.startswith("fsdp2"),
         )
     )
+
+
+def bytes_rows() -> list[dict[str, Any]]:
+    """By arm, what crosses of the weights, and the dtype of sums: bytes a parameter."""
+    found = []
+    for weights, share in _CHANGED.items():
+        for sums, nbytes in _SUMS.items():
+            cluster = Cluster(4, 2, node_cache=True, changed=share)
+            out = _out(Step(cluster, Model((Unit(2.0, 2.0, 1.0),), accumulator=nbytes / 2), [[0.0]] * 4, "on demand"))
+            found.append({"arm": "odc", "weights": weights, "sums": sums, "bytes out a parameter": out})
+    for sums, nbytes in _SUMS.items():
+        model = Model((Unit(nbytes, nbytes, 1.0),))
+        out = _out(Step(Cluster(4, 2), model, [[0.0]] * 4, "collectives", within_node=True))
+        found.append({"arm": "fsdp2-hybrid", "weights": "none", "sums": sums, "bytes out a parameter": out})
+    return found
+
+
+def _out(step: Step) -> float:
+    return simulate(step).node_bytes
 
 
 if __name__ == "__main__":

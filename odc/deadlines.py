@@ -21,6 +21,9 @@ STORE_DEATH_S, STORE_DEATH_POLL_S = (
     0.01,
 )  # for the death of the store's host to show once a call has failed
 
+# NVSHMEM.
+NVSHMEM_END_S = 30.0  # for all ranks to end it together, which is tidy and nothing else
+
 # Recovery.
 MEMBERS_LEAST_S = 60.0  # for ranks that are there to connect, to read what others keep, to be ready
 LOSS_SHOWS_S, LOSS_POLL_S = 5.0, 0.01  # for the end of a rank to show, after an error that may be its consequence
@@ -53,7 +56,7 @@ LINK_REFRESH_S = 0.25  # between two sendings of the words that others read only
 LINK_FIRST_PAUSE_S, LINK_LONGEST_PAUSE_S = 1e-4, 0.05  # between two checks for room in the other end's buffer
 READ_CHECK_S = 0.5  # between two checks of ABORT and the deadline while a read waits
 POOL_CHECK_S = 1.0  # between two checks of the deadline while all connections to a rank are in use
-NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S = 20e-6, 500e-6  # between two checks of a transfer
+NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S = 20e-6, 500e-6  # between two checks of a transfer that is due
 
 # Words of the protocol.
 WORD_FIRST_SLEEP_S, WORD_LONGEST_SLEEP_S = 50e-6, 1e-3  # between two checks of a word that nothing wakes for

@@ -9,10 +9,14 @@ Accumulate = Literal["server", "direct"]
 ACCUMULATE_MODES: tuple[Accumulate, ...] = ("server", "direct")
 Kernels = Literal["auto", "torch", "triton"]
 KERNELS: tuple[Kernels, ...] = ("auto", "torch", "triton")
-SumsDtype = Literal["accumulator", "bfloat16"]
-SUMS_DTYPES: tuple[SumsDtype, ...] = ("accumulator", "bfloat16")
+SumsDtype = Literal["accumulator", "bfloat16", "int8"]
+SUMS_DTYPES: tuple[SumsDtype, ...] = ("accumulator", "bfloat16", "int8")
+Changes = Literal["auto", "off", "on"]
+CHANGES: tuple[Changes, ...] = ("auto", "off", "on")
 EngineName = Literal["auto", "sockets", "nixl"]
 ENGINES: tuple[EngineName, ...] = ("auto", "sockets", "nixl")
+MemoryName = Literal["driver", "nvshmem"]
+MEMORIES: tuple[MemoryName, ...] = ("driver", "nvshmem")
 OptimizerSharding = Literal["mesh", "world"]  # of `fully_shard`
 LOST_AFTER_S = 2.3  # between the second and the third of the probes that a link sends every second
 LONGEST_LOST_AFTER_S = 3600.0
@@ -44,7 +48,8 @@ class Settings:
             writes there: what is still a parameter's `.grad` then is copied first, any other view of it is not (zero
             gradients with `set_to_none=True`, and copy what you keep). Needs gradients in the accumulator's dtype, and
             one owner of each shard.
-        stale_check: before each root forward in an open minibatch, compare this rank's shards with the published ones.
+        stale_check: at each root forward in an open minibatch, compare this rank's shards with the published ones. On a
+            device the error comes at the minibatch's end (docs/gpu.md).
         trace: record spans (see `odc.trace`); False turns off the recorder of the whole process.
         address: of this host, where the job's other hosts reach it; "" takes the interface by which the job's
             key-value store is reached. May differ between ranks. In a job on one host an address has ranks listen there
@@ -56,8 +61,17 @@ class Settings:
         lost_after_s: seconds after which a host that answers nothing ends the job, 1 to 3600; shorter interruptions of
             the network are waited for. What a rank's models share follows the first that it shards with `settings`.
         sums_dtype: of a host's gradients for an owner on another host, which are added up in the accumulator's dtype:
-            "bfloat16" rounds each sum once before it crosses the network.
-        engine: what reads shards and sums from other hosts; "auto" chooses.
+            "bfloat16" rounds each sum once before it crosses the network; "int8" sends matrices in 8 bits, and adds
+            what rounding takes off a sum to the next one (CPU memory only; see docs/int8.md).
+        changes: whether other hosts read only what has changed of a shard since they read it last, without loss, and
+            so do readers of exported weights there: "auto" in a job over hosts, where it is faster, as measured, and of
+            units without a change nothing; "on" always, on one host as well; by numba. On devices "auto" is as "off",
+            and "on" takes odc's kernels.
+        engine: what reads shards and sums from other hosts; "auto" chooses, and with memory="nvshmem" that is NVSHMEM.
+        memory: where the data of models on devices lies: "driver", in memory of CUDA's driver, or "nvshmem", in
+            NVSHMEM's, which every rank of the job then starts when it first runs a model (see docs/gpu.md).
+        nvshmem_bytes: what NVSHMEM allocates on each rank at its start, once and for all models of the job; at least as
+            much as the first model that a rank runs needs, so 0 does for one model.
         kernels: what moves data: "torch"'s copies and adds, or the "triton" kernels of `odc.kernels`, which run on CPU
             memory only in triton's interpreter (for tests; see docs/gpu.md). "auto": on a device the kernels where
             triton is installed, else torch.
@@ -82,7 +96,10 @@ class Settings:
     ports: tuple[int, int] | None = None
     secret_file: str = ""
     sums_dtype: SumsDtype = "accumulator"
+    changes: Changes = "auto"
     engine: EngineName = "auto"
+    memory: MemoryName = "driver"
+    nvshmem_bytes: int = 0
     lost_after_s: float = LOST_AFTER_S
     check_protocol: bool = False
 
@@ -111,6 +128,7 @@ class Settings:
             ("prefetch", "units", 0),
             ("copy_engine_bytes", "bytes", 1),
             ("queue_bytes", "bytes", 0),
+            ("nvshmem_bytes", "bytes", 0),
         ):
             if not _is_whole(value := getattr(self, name)) or value < least:
                 raise ValueError(f"{name} must be a whole number of {what}, {least} or more, not {value!r}")
@@ -127,9 +145,27 @@ class Settings:
         return ",".join(f"{name}={getattr(self, name)}" for name in sorted(_AGREED))
 
 
-_CHOICES = {"accumulate": ACCUMULATE_MODES, "kernels": KERNELS, "engine": ENGINES, "sums_dtype": SUMS_DTYPES}
+_CHOICES = {
+    "accumulate": ACCUMULATE_MODES,
+    "kernels": KERNELS,
+    "engine": ENGINES,
+    "sums_dtype": SUMS_DTYPES,
+    "changes": CHANGES,
+    "memory": MEMORIES,
+}
 _KINDS: dict[type, str] = {bool: "True or False", str: "a string"}
-_AGREED = frozenset({"reproducible", "accumulate", "staging_block_bytes", "queue_bytes", "second_buffer", "sums_dtype"})
+_AGREED = frozenset(
+    {
+        "reproducible",
+        "accumulate",
+        "staging_block_bytes",
+        "queue_bytes",
+        "second_buffer",
+        "sums_dtype",
+        "changes",
+        "memory",
+    }
+)
 
 
 def _is_number(value: object) -> bool:

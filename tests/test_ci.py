@@ -10,9 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MAKE = """#!/bin/sh
 case "$*" in
+    "{failing}"*) echo "1 failed, 7 skipped in 2.00s"; exit 2 ;;
     "test "*) echo "12 passed, 3 skipped in 4.50s" ;;
+    test-emulated*) echo "2 passed, 4 skipped in 3.00s" ;;
     test-integrations*) echo "== 5 passed, 10 skipped, 1 warning in 70.00s (0:01:10) =="; echo "2 skipped in 0.10s" ;;
-    {failing}*) echo "1 failed, 7 skipped in 2.00s"; exit 2 ;;
 esac
 """
 
@@ -33,6 +34,12 @@ def test_every_part_is_timed_and_its_skips_are_counted(tmp_path: Path) -> None:
     assert code == 0
     assert {"lint", "demo"} < parts.keys() and not any(failed for _, failed in parts.values())
     assert (parts["tests, quick"][0], parts["tests, rest"][0], parts["tests, integrations"][0]) == (3, 0, 12)
+    assert parts["tests, emulated CUDA"][0] == 3 * 4, "with three versions of torch"
+
+
+def test_a_version_that_fails_over_emulated_cuda_is_not_lost(tmp_path: Path) -> None:
+    code, parts = table(tmp_path, failing="test-emulated TORCH=2.11.0")
+    assert code == 2 and parts["tests, emulated CUDA"] == (7, "failed")
 
 
 def test_a_part_that_fails_is_the_last(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_picture_of_several_hosts_is_drawn_from_what_is_stored() -> None:
 
 def test_the_documentation_stays_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
-    longest = {"protocol.md": 2_800, "decisions.md": 2_500, "hosts.md": 1_800, "glossary.md": 250}
+    longest = {"protocol.md": 2_800, "decisions.md": 3_100, "hosts.md": 1_800, "glossary.md": 250}
     words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (README.parent / "docs").glob("*.md")}
     assert not {name: count for name, count in words.items() if count > longest.get(name, 1_500)}
 

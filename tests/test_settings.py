@@ -46,6 +46,8 @@ def test_the_longest_timeout_fits_into_every_timer() -> None:
         ("staging_block_bytes", "1M", "at least 4096 and a multiple of 64"),
         ("accumulate", None, "one of server, direct"),
         ("engine", "tcp", "one of auto, sockets, nixl"),
+        ("memory", "torch", "one of driver, nvshmem"),
+        ("nvshmem_bytes", -1, "a whole number of bytes, 0 or more"),
         ("address", 10, "a string"),
         *(("ports", wrong, "the first and the last of a range, 1 to 65535") for wrong in WRONG_RANGES),
     ],

@@ -10,15 +10,20 @@ from odc.kernels.gather import GatherPlan, gather
 from odc.kernels.get import get
 from odc.kernels.launch import refuse_compiled
 from odc.kernels.nvshmem import Symmetric
+from odc.kernels.pack import UnitChanges, pack
+from odc.kernels.patch import PatchPlan
 from odc.kernels.publish import publish
 from odc.kernels.put import Signal, put
-from odc.kernels.rows import fixed_rows, pointer_table
+from odc.kernels.rows import fixed_rows
+from odc.kernels.tables import passing_table, pointer_table, reserve_tables
 
 __all__ = [
     "GatherPlan",
+    "PatchPlan",
     "ScatterPlan",
     "Signal",
     "Symmetric",
+    "UnitChanges",
     "accumulate",
     "add",
     "add_all",
@@ -26,9 +31,12 @@ __all__ = [
     "fixed_rows",
     "gather",
     "get",
+    "pack",
+    "passing_table",
     "pointer_table",
     "publish",
     "put",
     "refuse_compiled",
+    "reserve_tables",
     "scatter",
 ]

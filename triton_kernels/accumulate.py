@@ -16,7 +16,8 @@ import triton.language as tl
 
 from odc.kernels.dtypes import accumulator_dtype, kernel_dtype, word_dtype
 from odc.kernels.launch import BESIDE_COMPUTE, PreparedLaunch, block_of, ceil_div, check_table, contiguous
-from odc.kernels.rows import Rows, pointer_table, row_of, row_table
+from odc.kernels.rows import Rows, row_of, row_table
+from odc.kernels.tables import passing_table
 from odc.kernels.tile import move_tile, zero_tile
 
 _COLUMNS = tl.constexpr(5)  # first block, number of the source, elements, elements of a shard, byte offset at the owner
@@ -113,7 +114,7 @@ class ScatterPlan:
         """
         self._launch(
             min(self._blocks * count, programs or BESIDE_COMPUTE),
-            *(*self._rows, self._blocks, pointer_table(sources, self.device), table, first, count, self._shards),
+            *(*self._rows, self._blocks, passing_table(sources, self.device), table, first, count, self._shards),
             warps=warps,
         )
 

@@ -7,14 +7,16 @@ after the other in registers: the sums are those of as many adds, and the accumu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import accumulator_dtype, kernel_dtype
-from odc.kernels.launch import block_of, ceil_div, contiguous, launch
-from odc.kernels.rows import pointer_table, row_of, row_table
+from odc.kernels.launch import PreparedLaunch, block_of, ceil_div, contiguous, prepared
+from odc.kernels.rows import row_numbers, row_of
+from odc.kernels.tables import passing_table
 from odc.kernels.tile import add_tile
 
 _COLUMNS = tl.constexpr(5)  # first program, place, elements, number of the first source, sources
@@ -62,29 +64,39 @@ def add_all(
         return
     device = places[0].device
     contiguous("place", places, device)
-    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, Sequence[torch.Tensor]]]] = {}
+    sums: list[_Sum] = []
     for place, sources in zip(places, values, strict=True):
         contiguous("value", sources, device)
-        dtypes = {source.dtype for source in sources}
-        if len(dtypes) != 1 or any(source.numel() != place.numel() for source in sources):
+        n, kinds = place.numel(), {(source.dtype, source.numel()) for source in sources}
+        if len(kinds) != 1 or sources[0].numel() != n:
             had = ", ".join(f"{source.numel()} elements of {source.dtype}" for source in sources)
-            raise ValueError(f"values of one dtype and {place.numel()} elements are needed; these are {had or 'none'}")
-        groups.setdefault((place.dtype, dtypes.pop()), []).append((place, sources))
-    for (to, origin), pairs in groups.items():
-        longest = max(place.numel() for place, _ in pairs)
-        size = block or block_of(add_kernel, max(to.itemsize, origin.itemsize), longest)
-        programs = [ceil_div(place.numel(), size) for place, _ in pairs]
-        addresses: list[int] = []
+            raise ValueError(f"values of one dtype and {n} elements are needed; these are {had or 'none'}")
+        addresses = tuple([source.data_ptr() for source in sources])
+        sums.append((place.data_ptr(), n, place.dtype, sources[0].dtype, addresses))
+    for run, programs, numbers, rows, addressed in _launches(device, block, tuple(sums)):
+        run(programs, passing_table(numbers, device), rows, passing_table(addressed, device))
+
+
+_KEPT = 1024  # launches
+_Sum = tuple[int, int, torch.dtype, torch.dtype, tuple[int, ...]]  # place, elements, its dtype, the sources' and they
+_Launch = tuple[PreparedLaunch, int, tuple[int, ...], int, tuple[int, ...]]
+
+
+@lru_cache(maxsize=_KEPT)
+def _launches(device: torch.device, block: int | None, sums: tuple[_Sum, ...]) -> list[_Launch]:
+    """(launch, programs, numbers of the table, rows, addresses of the sources) for each pair of dtypes."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, tuple[int, ...]]]] = {}
+    for place, n, to, origin, addresses in sums:
+        groups.setdefault((to, origin), []).append((place, n, addresses))
+    found = []
+    for (to, origin), added in groups.items():
+        size = block or block_of(add_kernel, max(to.itemsize, origin.itemsize), max(n for _, n, _ in added))
+        programs = [ceil_div(n, size) for _, n, _ in added]
+        sources: list[int] = []
         columns = []
-        for place, sources in pairs:
-            columns.append((place.data_ptr(), place.numel(), len(addresses), len(sources)))
-            addresses += [source.data_ptr() for source in sources]
-        launch(
-            add_kernel,
-            (sum(programs),),
-            device,
-            *(*row_table(programs, columns, device), pointer_table(addresses, device)),
-            TO=accumulator_dtype(to),
-            FROM=kernel_dtype(origin),
-            BLOCK=size,
-        )
+        for place, n, addresses in added:
+            columns.append((place, n, len(sources), len(addresses)))
+            sources += addresses
+        run = prepared(add_kernel, device, accumulator_dtype(to), kernel_dtype(origin), size)
+        found.append((run, sum(programs), *row_numbers(programs, columns), tuple(sources)))
+    return found

@@ -1,4 +1,4 @@
-"""differ: whether shards are still what was published of them, compared in place in one launch."""
+"""differ: which shards are no longer what was published of them, compared in place in one launch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def differ_kernel(
         changed += _changed(theirs, ours, each < count, TO)
         done += STEP
     if changed > 0:
-        tl.store(found, 1)
+        tl.store(found + tl.load(row + 4), 1)
 
 
 @triton.jit
@@ -55,19 +55,20 @@ def _changed(theirs: tl.tensor, ours: tl.tensor, mask: tl.tensor, TO: tl.constex
 def differ(
     places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor, *, block: int | None = None
 ) -> None:
-    """Store 1 to `found` if a shard, converted as `publish` converts it, differs from its place in a bit.
+    """Store 1 to `found[i]` if shard i, converted as `publish` converts it, differs from its place in a bit.
 
-    Nothing is copied or allocated. Does not wait. One launch for each pair of dtypes, on the current stream; see
+    No shard is copied. Does not wait. One launch for each pair of dtypes, on the current stream; see
     `launch` for threads and errors.
 
     Args:
         places: contiguous views of the published buffer, in compute dtype.
         shards: contiguous, of any dtype, as many elements as their places.
-        found: int32 [1] on their device, 0 before.
+        found: int32, contiguous, one for each shard, on their device; the others are left as they are.
         block: elements for one program.
     """
-    if found.dtype != torch.int32 or any(place.device != found.device for place in places):
-        raise ValueError(f"what is found goes to an int32 on the device of the places, not to {found}")
+    fits = found.dtype == torch.int32 and found.numel() >= len(places) and found.is_contiguous()
+    if not fits or any(place.device != found.device for place in places[:1]):
+        raise ValueError(f"what is found goes to an int32 for each place, on their device, not to {found}")
     launch_pairs(differ_kernel, places, shards, _types, block, found)
 
 

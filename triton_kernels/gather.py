@@ -16,7 +16,8 @@ from odc.kernels.dtypes import kernel_dtype
 from odc.kernels.get import copy_types, pull, refuse_conversion
 from odc.kernels.launch import BESIDE_COMPUTE, PreparedLaunch, block_of, ceil_div, check_table, contiguous
 from odc.kernels.nvshmem import Symmetric, options_for
-from odc.kernels.rows import Rows, pointer_table, row_of, row_table
+from odc.kernels.rows import Rows, row_of, row_table
+from odc.kernels.tables import passing_table
 
 # first block, byte offset at the owner, number of the target, elements of a line, blocks of a line, bytes from line to
 # line of the target, bytes from shard to shard of the target
@@ -62,7 +63,7 @@ def gather_kernel(
 class GatherPlan:
     """What stays the same from gather to gather of a unit, on the device: which block of which parameter lies where.
 
-    Arguments as of `gather`; of `outs` only shapes and dtypes count. A plan that other streams use too has
+    Arguments as of `gather`; of `outs` only shapes and dtypes count. A plan that is kept has
     `fixed_rows` make its table. Raises as `gather` does.
     """
 
@@ -115,7 +116,7 @@ class GatherPlan:
             self._launches[symmetric is None] = run
         run(
             min(self._blocks * count, programs or BESIDE_COMPUTE),
-            *(*self._rows, self._blocks, pointer_table(targets, self.device), table, first, count, self._shards, *args),
+            *(*self._rows, self._blocks, passing_table(targets, self.device), table, first, count, self._shards, *args),
             warps=warps,
         )
 

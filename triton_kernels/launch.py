@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,6 +90,12 @@ class PreparedLaunch:
             return
         with torch.cuda.device(self._device):
             self._compiled[programs, 1, 1](*args, *self._ordered)
+
+
+@cache
+def prepared(kernel: Any, device: torch.device, write: Any, read: Any, block: int) -> PreparedLaunch:
+    """The launches of a kernel from and to memory of such types."""
+    return PreparedLaunch(kernel, device, TO=write, FROM=read, BLOCK=block)
 
 
 def _alone(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:

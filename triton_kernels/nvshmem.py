@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,23 @@ class Symmetric:
     library: Path | None = None  # NVSHMEM's device library; by default as `device_library` finds it
 
 
-def device_library() -> Path:
-    """NVSHMEM's device library in LLVM bitcode, out of the installed wheel (3.4; later ones ship other files).
+def device_library(capability: int) -> Path:
+    """NVSHMEM's device library in LLVM bitcode for an architecture (90 for sm_90), out of the installed wheel.
 
-    Raises UnsupportedError, naming what to install.
+    Up to 3.7 it is one file. From 3.8 on there is one for each of several architectures, and the newest that is not
+    newer than the device is taken; triton reads these from 3.7 on. Raises UnsupportedError, naming what to install.
     """
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations or () if spec is not None else ():
-        path = Path(root) / "nvshmem" / "lib" / f"{LIBRARY}.bc"
-        if path.exists():
+        folder = Path(root) / "nvshmem" / "lib"
+        numbers = [int(path.stem.rpartition("_")[2]) for path in folder.glob(f"{LIBRARY}_sm_*.bc")]
+        if fitting := [number for number in numbers if number <= capability]:
+            return folder / f"{LIBRARY}_sm_{max(fitting)}.bc"
+        if (path := folder / f"{LIBRARY}.bc").exists():
             return path
     raise UnsupportedError(
         f"kernels for peers without a pointer need {LIBRARY}.bc, which CUDA builds of torch bring along "
-        f"(nvidia-nvshmem 3.4.5); to compile without a GPU: {install('bitcode')}"
+        f"(nvidia-nvshmem); to compile without a GPU: {install('bitcode')}"
     )
 
 
@@ -54,8 +59,15 @@ def options_for(table: torch.Tensor, symmetric: Symmetric | None) -> tuple[tuple
         return (0, table), {"NVSHMEM": False}
     if symmetric.pes.dtype != torch.int32 or symmetric.pes.shape != table.shape or symmetric.pes.device != table.device:
         raise ValueError(f"pes must be int32 [{table.numel()}] on {table.device}, one for each entry of the table")
-    libraries = {LIBRARY: str(symmetric.library or device_library())}
+    library = symmetric.library or device_library(_capability(table.device))
+    libraries = {LIBRARY: str(library)}
     return (symmetric.own, symmetric.pes), {"NVSHMEM": True, "extern_libs": libraries}
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def _call(symbol: str, args: list[Any], types: tuple[str, ...], semantic: Any, returns: str = "int32") -> Any:

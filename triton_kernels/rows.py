@@ -14,22 +14,29 @@ import torch
 import triton
 import triton.language as tl
 
-from odc.kernels.launch import block_of, ceil_div, contiguous, launch
+from odc.kernels.launch import PreparedLaunch, block_of, ceil_div, contiguous, prepared
+from odc.kernels.tables import passing_table
 
-_KEPT = 1024  # tables; each takes 512 bytes of a device or a few more
+_PLANS = 64  # of launches over pairs
 
 
-def row_table(
-    programs: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device
-) -> tuple[torch.Tensor, int]:
-    """(int64 [rows, 1 + columns], rows), ready for a kernel in the current stream; rows of no program are left out."""
+def row_numbers(programs: Sequence[int], columns: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], int]:
+    """(the numbers of the table, row after row; rows); rows of no program are left out."""
     numbers: list[int] = []
     first = rows = 0
     for count, row in zip(programs, columns, strict=True):
         if count:
             numbers += [first, *row]
             first, rows = first + count, rows + 1
-    return pointer_table(numbers, device).view(rows, -1 if rows else 1), rows
+    return tuple(numbers), rows
+
+
+def row_table(
+    programs: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, int]:
+    """(int64 [rows, 1 + columns], rows) for the current stream's next launches; rows of no program are left out."""
+    numbers, rows = row_numbers(programs, columns)
+    return passing_table(numbers, device).view(rows, -1 if rows else 1), rows
 
 
 Rows = Callable[[Sequence[int], Sequence[Sequence[int]], torch.device], tuple[torch.Tensor, int]]
@@ -38,27 +45,9 @@ Rows = Callable[[Sequence[int], Sequence[Sequence[int]], torch.device], tuple[to
 def fixed_rows(
     programs: Sequence[int], columns: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, int]:
-    """As `row_table`, for any stream: on a device it waits for the copy."""
+    """As `row_table`, to keep, for any stream: on a device it allocates, and waits for the copy."""
     table, rows = row_table(programs, columns, torch.device("cpu"))
     return table.to(device), rows
-
-
-def pointer_table(addresses: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64, 1-D, read-only. Does not wait for the device: the copy is one more operation of the current stream.
-
-    The latest tables are cached by stream: a unit is often fetched to where it was fetched before.
-    """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _kept(tuple(addresses), device, stream)
-
-
-@lru_cache(maxsize=_KEPT)
-def _kept(numbers: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
-    """Used by one stream only: its work follows the copy, and freed memory is reused by that stream first."""
-    on_cuda = device.type == "cuda"
-    # From pageable memory torch would wait for the copy, and so for all earlier work of the stream.
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_cuda and len(numbers) > 0)
-    return host.to(device, non_blocking=True) if on_cuda else host
 
 
 @triton.jit
@@ -75,10 +64,11 @@ def row_of(table: tl.tensor, rows: tl.tensor, program: tl.tensor, COLUMNS: tl.co
     return table + low * COLUMNS
 
 
-PAIR_COLUMNS = tl.constexpr(4)  # first program, source, target, elements
+PAIR_COLUMNS = tl.constexpr(5)  # first program, source, target, elements, number of the pair
 
 #: From the dtypes of target and source to the triton types that the kernel writes and reads.
 Types = Callable[[torch.dtype, torch.dtype], tuple[Any, Any]]
+_Pair = tuple[int, int, int, torch.dtype, torch.dtype]  # address of source and target, elements, their dtypes
 
 
 def launch_pairs(
@@ -91,22 +81,37 @@ def launch_pairs(
 ) -> None:
     """Launch `kernel(rows_at, rows, *args, TO, FROM, BLOCK)` over all elements of all pairs, once a pair of dtypes.
 
-    Raises ValueError if a pair is not equally long, not contiguous or not on one device.
+    All its parameters but the constants are exempt from specialization. What was launched for the same memory before is
+    launched again without a look at each pair. Raises ValueError if a pair is not equally long, not contiguous or not
+    on one device.
     """
     if not targets:
         return
     device = targets[0].device
     contiguous("target", targets, device)
     contiguous("source", sources, device)
-    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int]]] = {}
+    pairs: list[_Pair] = []
     for target, source in zip(targets, sources, strict=True):
-        if target.numel() != source.numel():
-            raise ValueError(f"{source.numel()} elements do not fit a target of {target.numel()}")
-        addresses = source.data_ptr(), target.data_ptr(), target.numel()
-        groups.setdefault((target.dtype, source.dtype), []).append(addresses)
-    for (to, origin), pairs in groups.items():
-        size = block or block_of(kernel, max(to.itemsize, origin.itemsize), max(n for _, _, n in pairs))
-        programs = [ceil_div(n, size) for _, _, n in pairs]
-        write, read = types(to, origin)
-        rows = row_table(programs, pairs, device)
-        launch(kernel, (sum(programs),), device, *rows, *args, TO=write, FROM=read, BLOCK=size)
+        n = source.numel()
+        if target.numel() != n:
+            raise ValueError(f"{n} elements do not fit a target of {target.numel()}")
+        pairs.append((source.data_ptr(), target.data_ptr(), n, source.dtype, target.dtype))
+    for run, programs, numbers, rows in _launches(kernel, types, block, device, tuple(pairs)):
+        run(programs, passing_table(numbers, device), rows, *args)
+
+
+@lru_cache(maxsize=_PLANS)
+def _launches(
+    kernel: Any, types: Types, block: int | None, device: torch.device, pairs: tuple[_Pair, ...]
+) -> list[tuple[PreparedLaunch, int, tuple[int, ...], int]]:
+    """(launch, programs, numbers of the table, rows) for each pair of dtypes."""
+    groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int, int]]] = {}
+    for number, (source, target, n, origin, to) in enumerate(pairs):
+        groups.setdefault((to, origin), []).append((source, target, n, number))
+    found = []
+    for (to, origin), columns in groups.items():
+        size = block or block_of(kernel, max(to.itemsize, origin.itemsize), max(column[2] for column in columns))
+        programs = [ceil_div(column[2], size) for column in columns]
+        run = prepared(kernel, device, *types(to, origin), size)
+        found.append((run, sum(programs), *row_numbers(programs, columns)))
+    return found

@@ -5,15 +5,15 @@ Such modules may call nothing but their own functions, and their functions must 
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+from odc.compiled import compiled as _compiled
+from odc.compiled import numba as _numba
 
 WORTH = 128  # samples from which loading numba pays in a process that has not done so
 
@@ -31,25 +31,3 @@ def run_loop(function: Callable[..., Any], samples: int, *given: Any) -> tuple[A
     module, arrays = loops_of(sys.modules[function.__module__], samples)
     values = [value if arrays or not isinstance(value, np.ndarray) else value.tolist() for value in given]
     return getattr(module, function.__name__)(*values), values
-
-
-@cache
-def _numba() -> ModuleType | None:
-    return importlib.import_module("numba") if importlib.util.find_spec("numba") is not None else None
-
-
-@cache
-def _compiled(source: ModuleType) -> ModuleType:
-    """A copy whose functions are compiled when first called."""
-    numba = _numba()
-    spec = importlib.util.find_spec(source.__name__)
-    assert numba is not None and spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name, function in inspect.getmembers(module, inspect.isfunction):
-        if function.__module__ == module.__name__:
-            try:
-                setattr(module, name, numba.njit(cache=True)(function))
-            except RuntimeError:  # no folder that numba could cache in
-                setattr(module, name, numba.njit(function))
-    return module

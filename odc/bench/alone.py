@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,47 +25,69 @@ from odc.settings import Settings
 OWNERS, SLICES, SLICE = 8, 24, 64  # members, parameters of the unit, elements of each one's shard
 
 
+Memory = Callable[[int], torch.Tensor]  #: from bytes to uint8 [bytes], zeros
+
+
 class OneProcessHeap(CudaHeap):
     """A `CudaHeap` whose peers are in this process; `bases` has the memory of all, by member."""
 
-    def __init__(self, host: ShmHeap, device: torch.device, lanes: Lanes, bases: list[torch.Tensor]) -> None:
-        super().__init__(host, device, lanes, None, lambda: None)  # type: ignore[arg-type]
-        self._all = bases
+    def __init__(
+        self, host: ShmHeap, device: torch.device, lanes: Lanes, bases: list[torch.Tensor], memory: Memory
+    ) -> None:
+        super().__init__(host, device, lanes)
+        self._all, self._memory = bases, memory
 
     def _create(self, nbytes: int) -> torch.Tensor:
-        self._all.append(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
+        self._all.append(self._memory(nbytes))
         return self._all[-1]
 
-    def _map(self, local: torch.Tensor) -> dict[int, torch.Tensor]:
-        return dict(enumerate(self._all))
+    def _map(self, member: int) -> torch.Tensor:
+        return self._all[member]
 
 
 class Members:
-    """`owners` members of one job over one unit of `slices` parameters; close it.
+    """`owners` members of one job over `units`, who have published nothing yet; close it.
+
+    Args:
+        lanes: of each member, by its number.
+        memory: makes what lies on the device.
+        notify: wakes a member's daemon; without it `drain` does its work.
 
     Attributes:
-        endpoints, services: by member; all have published.
+        unit: the first one.
+        shards: of one member, in fp32, by unit and parameter.
+        endpoints, services: by member.
     """
 
     def __init__(
-        self, device: torch.device, lanes: Lanes, settings: Settings, owners: int, slices: int, numel: int
+        self,
+        device: torch.device,
+        lanes: Callable[[int], Lanes],
+        settings: Settings,
+        owners: int,
+        units: Sequence[UnitSpec],
+        memory: Memory | None = None,
+        notify: Callable[[int], None] = lambda member: None,
     ) -> None:
-        params = [(f"p{i}", numel, torch.bfloat16) for i in range(slices)]
-        self.unit = UnitSpec.build(0, "unit", params, torch.float32)
+        make = memory or (lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        self.unit, self.memory = units[0], make
         self.layouts: list[HeapLayout] = []
         bases: list[torch.Tensor] = []
         for me in range(owners):
             host = ShmHeap("alone", tuple(range(owners)), me, self._connect, settings.timeout_s)
-            heap = OneProcessHeap(host, device, lanes, bases)
+            heap = OneProcessHeap(host, device, lanes(me), bases, make)
             grid = RankGrid(tuple(range(owners)), owners, me)
-            self.layouts.append(HeapLayout(heap, grid, [self.unit], settings, "alone"))
-        self.endpoints = [Endpoint(layout, lambda member: None) for layout in self.layouts]
+            self.layouts.append(HeapLayout(heap, grid, units, settings, "alone"))
+        self.endpoints = [Endpoint(layout, notify) for layout in self.layouts]
         for endpoint in self.endpoints:
             endpoint.protocol.attach_all()
         self.services = [Service("alone", layout) for layout in self.layouts]
-        shards = [[torch.zeros(numel, device=device) for _ in range(slices)]]
+        self.shards = [[make(4 * param.numel).view(torch.float32) for param in unit.params] for unit in units]
+
+    def publish(self) -> None:
+        """Open every member's next epoch; nothing was pushed in the last one."""
         for endpoint in self.endpoints:
-            endpoint.shards.publish(shards, [True])
+            endpoint.shards.publish(self.shards, [False] * len(endpoint.layout.units))
 
     def _connect(self, member: int) -> Attachment:
         heap = self.layouts[member].heap
@@ -82,36 +105,51 @@ class Members:
             layout.close()
 
 
+def sliced(slices: int, numel: int) -> UnitSpec:
+    """A unit of `slices` parameters, `numel` elements of each a rank."""
+    return UnitSpec.build(0, "unit", [(f"p{i}", numel, torch.bfloat16) for i in range(slices)], torch.float32)
+
+
 def lanes_of(device: torch.device) -> Lanes:
     """The lanes that ranks have on `device`."""
     return CudaLanes(device) if device.type == "cuda" else HostLanes()
 
 
 class UnitCalls:
-    """Member 0's fetch and push of the unit, ready to be called again and again."""
+    """Fetch and push of the first unit by member `me`, ready to be called again and again."""
 
-    def __init__(self, members: Members, device: torch.device) -> None:
-        self._members, self._end, unit = members, members.endpoints[0], members.unit
-        owners = len(members.endpoints)
-        self._into = [torch.empty(owners * p.numel, dtype=p.dtype, device=device) for p in unit.params]
-        self._sent = [Gradient(i, torch.zeros_like(one)) for i, one in enumerate(self._into)]
+    def __init__(self, members: Members, me: int = 0) -> None:
+        self._members, self._end, self._unit = members, members.endpoints[me], members.unit
+        self._into = self.place()
+        self._sent = [Gradient(i, values) for i, values in enumerate(self.place())]
 
-    def fetch(self) -> None:
-        """As the fetch thread does it."""
+    def place(self) -> list[torch.Tensor]:
+        """New memory for the unsharded parameters."""
+        owners = len(self._members.endpoints)
+        return [self._members.memory(owners * p.nbytes).view(p.dtype) for p in self._unit.params]
+
+    def fetch(self, into: Sequence[torch.Tensor] | None = None) -> None:
+        """As the fetch thread does it; to where it went before, unless `into` is given."""
         with self._end.layout.heap.lanes.lane("fetch"):
-            self._end.shards.fetch(self._members.unit, self._into)
+            self._end.shards.fetch(self._unit, into or self._into)
 
     def push(self) -> None:
         """As the sender does it; `drain` comes before the next."""
         with self._end.layout.heap.lanes.lane("push"):
-            self._end.pusher.push(self._members.unit, self._sent)
+            self._end.pusher.push(self._unit, self._sent)
 
-    def copies(self) -> None:
-        """As many memmoves as a fetch on the CPU takes, of as many bytes, and nothing else."""
-        for one in self._into:
-            nbytes = one.nbytes // len(self._members.endpoints)
+
+def memmoves(unit: UnitSpec, owners: int) -> Callable[[], None]:
+    """As many memmoves as a fetch on the CPU takes, of as many bytes, and nothing else."""
+    into = [torch.zeros(owners * p.numel, dtype=p.dtype) for p in unit.params]
+
+    def run() -> None:
+        for one in into:
+            nbytes = one.nbytes // owners
             for start in range(0, one.nbytes, nbytes):
                 ctypes.memmove(one.data_ptr() + start, one.data_ptr() + start, nbytes)
+
+    return run
 
 
 def host(nbytes: int, device: str) -> list[Action]:
@@ -122,11 +160,13 @@ def host(nbytes: int, device: str) -> list[Action]:
         asked = replace(idle, against=(copies,))
         return [replace(asked, name=fetch, queued=True), replace(asked, name=push), idle]
     here = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
-    members = Members(here, lanes_of(here), Settings(), OWNERS, SLICES, SLICE)
+    lanes = lanes_of(here)
+    members = Members(here, lambda _: lanes, Settings(), OWNERS, [sliced(SLICES, SLICE)])
+    members.publish()
     held.closing = [members]
-    calls = UnitCalls(members, here)
+    calls = UnitCalls(members)
     return [
         Action(fetch, calls.fetch, 0, (copies,), queued=True),
         Action(push, calls.push, 0, (copies,), after=members.drain),  # a push waits for the device itself
-        replace(idle, run=UnitCalls(members, torch.device("cpu")).copies),
+        replace(idle, run=memmoves(members.unit, OWNERS)),
     ]

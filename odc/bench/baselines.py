@@ -115,8 +115,8 @@ def barrier() -> Action:
 
 def _symmetric(name: str, tensor: torch.Tensor, nbytes: int, *options: str) -> Action:
     """One of torch's symmetric-memory collectives: copy engines, no SM taken from compute."""
-    from odc.memory import _torch_symmetric as symmetric
+    from odc.bench._torch_symmetric import collective as symmetric
 
-    run = symmetric.collective(name, tensor.nbytes)
+    run = symmetric(name, tensor.nbytes)
     label = f"symm_mem {name.removeprefix('_low_contention_')}"
     return Action(label, lambda: run(tensor, *options), nbytes, queued=True)

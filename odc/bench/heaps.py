@@ -7,6 +7,8 @@ that odc chooses by size.
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +22,12 @@ from odc.bench.ranks import held, meet
 from odc.bench.rounds import Action, Prepare
 from odc.memory import Attachment, ShmHeap, SymmetricHeap
 from odc.movers.choice import mover_for
+from odc.net.reactor import Reactor
+from odc.net.requests import ask, serve_requests
 from odc.settings import Settings
 
+_log = logging.getLogger(__name__)
+_opened = itertools.count()
 _TRIPS = 100
 _DEADLINE_S = 60.0
 _SMALL = 1 << 20  # bytes; smaller copies are repeated, or the clock would be measured too
@@ -35,22 +41,27 @@ COPY_ENGINE, TORCH_KERNEL, TRITON_KERNEL = "cuMemcpyAsync", "torch's kernel", "T
 def open_heap(nbytes: int, device: str) -> SymmetricHeap:
     """A heap of every rank with regions "words" and "data" (`nbytes`), closed by `let_go`. Calls a collective."""
     ranks, me = tuple(range(dist.get_world_size())), dist.get_rank()
-    members: list[tuple[int, int, int, str]] = []
+    listeners: list[Any] = [None] * len(ranks)
 
     def connect(member: int) -> Attachment:
-        pid, descriptor, size, digest = members[member]
-        # A memory file has no name, but its owner's descriptor has one, for processes of the same user.
-        return Attachment(os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC), size, digest)
+        answer = ask(listeners[member], {}, _DEADLINE_S)
+        return Attachment(answer.fds[0], answer.reply["nbytes"], answer.reply["digest"], tuple(answer.fds[1:]))
 
     host = ShmHeap("bench", ranks, me, connect, _DEADLINE_S)
     heap: SymmetricHeap = host if device == "cpu" else _on_device(host)
     heap.allocate("words", 64, words=True)
     heap.allocate("data", nbytes)
     heap.seal()
-    gathered: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(gathered, (os.getpid(), host.fd, host.nbytes, host.digest))
-    members += gathered
-    heap.base_addresses()
+    reactor = Reactor("odc-bench", lambda error: _log.error("the listener has failed", exc_info=error))
+    reply, address = {"nbytes": host.nbytes, "digest": host.digest}, f"odc-bench.{os.getpid()}.{next(_opened)}"
+    listener = serve_requests(reactor, address, lambda request, peer: (reply, (host.fd, *host.other_fds)))
+    try:
+        dist.all_gather_object(listeners, address)
+        heap.base_addresses()
+        meet()  # all have mapped all
+    finally:
+        reactor.call(listener.close)
+        reactor.stop(_DEADLINE_S)
     held.closing = [heap]
     return heap
 
@@ -59,9 +70,7 @@ def _on_device(host: ShmHeap) -> SymmetricHeap:
     from odc.memory.cuda import CudaHeap, CudaLanes
 
     here = torch.device("cuda", torch.cuda.current_device())
-    group = dist.group.WORLD
-    assert group is not None  # the pool made it
-    return CudaHeap(host, here, CudaLanes(here), group, meet)
+    return CudaHeap(host, here, CudaLanes(here))
 
 
 def _next() -> int:

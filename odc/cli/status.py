@@ -25,8 +25,9 @@ def status(
 ) -> None:
     """Show what every rank of the jobs on this host is doing, from another terminal.
 
-    mb: microbatches that the rank has begun in this epoch. in/out MiB: fetched and pushed since the start. slots:
-    staging slots of its peers' gradients that its server has yet to add, of how many. waits for: a rank.
+    mb: microbatches that the rank has begun in this epoch. in/out MiB: fetched and pushed since the start. saved: MiB
+    of shards that it did not have to read from other hosts, because they had not changed, or their changes were read.
+    slots: staging slots of its peers' gradients that its server has yet to add, of how many. waits for: a rank.
 
     In a job that survives deaths also gen: its generation, and in brackets how often this process has gone back. kept:
     the newest step whose state the rank has kept.
@@ -100,7 +101,8 @@ def table(answers: list[RankStatus]) -> Any:
     survives = any(answer.recovery is not None for answer in answers)
     heads = ["job", *["host"] * hosts, "rank", "pid", *["gen", "kept"] * survives, *["root"] * several]
     heads += ["epoch", "state", "mb"]
-    heads += [*["claimed"] * queued, "in/out MiB", "slots", "waits for"]
+    saves = any(root.get("saved_bytes") for root in roots)
+    heads += [*["claimed"] * queued, "in/out MiB", *["saved"] * saves, "slots", "waits for"]
     made = Table(*heads, box=None, padding=(0, 1, 0, 0), pad_edge=False)
     troubles = []
     for answer in answers:
@@ -117,7 +119,11 @@ def table(answers: list[RankStatus]) -> Any:
         for root in answer.roots:
             host = [str(root.get("host", "-"))] * hosts
             made.add_row(
-                job, *host, *who, *[root["root"]] * several, *_row(root, queued, digits=0 if hosts or survives else 1)
+                job,
+                *host,
+                *who,
+                *[root["root"]] * several,
+                *_row(root, queued, saves, digits=0 if hosts or survives else 1),
             )
     return Group(made, *troubles)
 
@@ -131,12 +137,13 @@ def _recovery(answer: RankStatus) -> list[str]:
     return [f"{found['generation']}{times}", "-" if found["kept"] is None else str(found["kept"])]
 
 
-def _row(root: dict[str, Any], queued: bool, digits: int) -> list[str]:
+def _row(root: dict[str, Any], queued: bool, saves: bool, digits: int) -> list[str]:
     waits = "-" if root["waits_for"] is None else f"{root['waits_for']} (epoch {root['waits_in_epoch']})"
     return [
         *map(str, (root["epoch"], root["state"], root["microbatch"])),
         *[_claimed(root.get("queue"))] * queued,
         f"{root['fetched_bytes'] / _MIB:.{digits}f}/{root['pushed_bytes'] / _MIB:.{digits}f}",
+        *[f"{root.get('saved_bytes', 0) / _MIB:.{digits}f}"] * saves,
         f"{root['slots_in_use']}/{root['slots']}" if "slots" in root else "-",
         waits,
     ]

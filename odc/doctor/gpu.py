@@ -1,4 +1,4 @@
-"""Probes of the GPU side, each layer alone from the driver up: driver, torch, symmetric memory, Triton, NVSHMEM."""
+"""Probes of the GPU side, each layer alone from the driver up: driver, torch, memory for peers, Triton, NVSHMEM."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import shutil
 import sysconfig
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from odc.doctor.examination import Broken, Missing
 from odc.doctor.requirements import version_tuple
 from odc.provenance import version_of
 
+if TYPE_CHECKING:
+    import torch
+
 _WHEELS = ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12")
-_BITCODE = "libnvshmem_device.bc"
+_BITCODE = r"libnvshmem_device(_sm_\d+)?\.bc$"  # from 3.8 on there is one file for each of several architectures
 
 
 def driver(library: str = "libcuda.so.1") -> str:
@@ -65,17 +69,51 @@ def peer_access() -> str:
     return f"all {len(pairs)} pairs of devices{how}"
 
 
-def symmetric() -> str:
-    """Allocates by torch's symmetric memory, which holds odc's CUDA heap."""
+def peer_memory() -> str:
+    """Makes memory on each device as odc's CUDA heap has it, and maps it on each, as peers do; whether network cards
+    reach it.
+    """
     import torch
 
-    from odc.memory._torch_symmetric import allocate
+    from odc.memory import driver_memory
+    from odc.memory.driver_calls import DriverError
 
     torch_cuda()
-    tensor = allocate(4096, torch.device("cuda", 0))
-    tensor.zero_()
-    torch.cuda.synchronize()
-    return "allocates"
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    capable, faults = True, dict[str, list[str]]()
+    for maker in devices:
+        try:
+            made, descriptor = driver_memory.allocate(4096, maker)
+        except DriverError as error:
+            faults.setdefault(str(error), []).append(str(maker))
+            continue
+        try:
+            made.fill_(7)
+            torch.cuda.synchronize(maker)
+            capable &= driver_memory.is_gpudirect_capable(made)
+            for user in devices:
+                fault = _mapping_fault(descriptor, made.numel(), user)
+                if fault:
+                    faults.setdefault(fault, []).append(f"{maker} mapped by {user}" if maker != user else str(maker))
+        finally:
+            os.close(descriptor)
+    if faults:
+        raise Broken("; ".join(f"{', '.join(pairs[:4])}: {fault}" for fault, pairs in faults.items()))
+    by = f" on {len(devices)} devices, by all of them" if len(devices) > 1 else ""
+    capability = "GPUDirect" if capable else "no GPUDirect: between hosts it goes by the processor"
+    return f"made and mapped{by}; {capability}"
+
+
+def _mapping_fault(descriptor: int, nbytes: int, user: torch.device) -> str:
+    """What is wrong with memory of sevens as device `user` maps it; empty if nothing."""
+    from odc.memory import driver_memory
+    from odc.memory.driver_calls import DriverError
+
+    try:
+        mapped = driver_memory.map_shared(descriptor, nbytes, user)
+    except DriverError as error:
+        return str(error)
+    return "" if bool((mapped == 7).all()) else "what was written to memory is not in its mapping"
 
 
 def triton() -> str:
@@ -105,7 +143,7 @@ def compiler() -> str:
 
 
 def nvshmem() -> str:
-    """NVSHMEM's host library and device bitcode, and whether they fit torch."""
+    """NVSHMEM's host library, whether it fits torch, and whether kernels could call it, which the drop-in's do not."""
     name, version = _nvshmem_wheel()
     library = _file(name, r"libnvshmem_host\.so\.\d+$")
     if library is None:
@@ -115,9 +153,10 @@ def nvshmem() -> str:
         ctypes.CDLL(str(library)).nvshmemx_vendor_get_version_info(*map(ctypes.byref, numbers))
     except (OSError, AttributeError) as error:  # it needs libcuda.so.1 and a CUDA runtime
         raise Broken(f"{name} {version} does not load: {error}") from None
-    if _file(name, re.escape(_BITCODE) + "$") is None:  # from 3.8 on there is one file for each architecture
-        raise Broken(f"{name} {version} has no {_BITCODE}")
-    return f"{'.'.join(str(number.value) for number in numbers)} ({name} {version}), {_BITCODE}"
+    calls = "with" if _file(name, _BITCODE) else "without"
+    loaded = ".".join(str(number.value) for number in numbers)
+    spins = "over hosts a thread of it spins on a core of each rank"
+    return f"{loaded} ({name} {version}), {calls} device bitcode; {spins}"
 
 
 def nvshmem4py() -> str:

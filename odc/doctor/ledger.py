@@ -17,6 +17,7 @@ from odc.blocks import blocks_of
 from odc.errors import ConfigError, OdcError, install
 from odc.protocol import RankGrid, UnitSpec, accumulator_dtype
 from odc.protocol.regions import DATA_ACCOUNTS, Regions
+from odc.protocol.rounding import coarse_parameters
 from odc.settings import Settings
 
 if TYPE_CHECKING:
@@ -93,19 +94,38 @@ def regions_of(
         raise ConfigError(f"hosts: {ranks} ranks cannot be divided evenly over {hosts} hosts")
     places = tuple(rank // (ranks // hosts) for rank in range(ranks)) if hosts > 1 else ()
     grid, taken = RankGrid(tuple(range(ranks)), ranks, 0, places), set[int]()
-    units = [_unit(i, block, ranks, settings, compute, taken) for i, block in enumerate([*blocks, model])]
+    coarse = _coarse(model) if settings.sums_dtype == "int8" else frozenset()
+    units = [_unit(i, block, ranks, settings, compute, taken, coarse) for i, block in enumerate([*blocks, model])]
     return Regions(grid, [unit for unit in units if unit.params], settings, on_device)
 
 
+def _coarse(model: nn.Module) -> frozenset[int]:
+    """`id()` of the parameters whose sums may cross as int8."""
+    params = list(model.parameters())
+    embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
+    flags = coarse_parameters([(one.shape, id(one) in embedded) for one in params])
+    return frozenset(id(one) for one, may in zip(params, flags, strict=True) if may)
+
+
 def _unit(
-    index: int, module: nn.Module, shards: int, settings: Settings, compute: torch.dtype, taken: set[int]
+    index: int,
+    module: nn.Module,
+    shards: int,
+    settings: Settings,
+    compute: torch.dtype,
+    taken: set[int],
+    coarse: frozenset[int],
 ) -> UnitSpec:
-    """What `module` holds beside the parameters that are `taken` by units before it; they are added to these."""
+    """What `module` holds beside the parameters that are `taken` by units before it; they are added to these.
+
+    `coarse` are those whose sums cross as int8, by `id()`.
+    """
     found = {name: one for name, one in module.named_parameters() if id(one) not in taken}
     taken.update(map(id, found.values()))
     frozen: Collection[str] = {name for name, one in found.items() if not one.requires_grad}
     params = [(name, _shard(one, shards), compute) for name, one in found.items()]
-    return UnitSpec.build(index, type(module).__name__, params, accumulator_dtype(settings.reproducible), frozen)
+    dtype, names = accumulator_dtype(settings.reproducible), {name for name, one in found.items() if id(one) in coarse}
+    return UnitSpec.build(index, type(module).__name__, params, dtype, frozen, names)
 
 
 def _shard(parameter: nn.Parameter, shards: int) -> int:

@@ -50,10 +50,14 @@ _PEER_ACCESS = "ranks on these devices need NVSHMEM, or devices joined by NVLink
 _COMPILER = (
     "install gcc and Python's headers (Debian: gcc, python3-dev); without them odc copies and adds by torch's kernels"
 )
-_NVSHMEM = "for ranks beyond one host's NVLink: pip install 'nvidia-nvshmem-cu13<3.8' (cu12 for CUDA 12)"
+_NVSHMEM = "for Settings(memory='nvshmem'): pip install nvidia-nvshmem-cu13 (cu12 for CUDA 12)"
 _RDMA = (
     "nothing on one host; across hosts TCP is used, which is slow: see that /dev/infiniband is in the container "
     "(docker run --device=/dev/infiniband) and that `ibstat` shows an active port"
+)
+_PEER_MEMORY = (
+    "a driver and device with CUDA's virtual memory management and POSIX descriptors (`nvidia-smi` names both), and "
+    "cuda-bindings, which a torch that is built for CUDA brings along"
 )
 _NIXL = (
     f"for InfiniBand, RoCE, EFA or device memory between hosts: {install('nixl')}, which works without CUDA; "
@@ -73,7 +77,7 @@ _CHECKS = (
     Check("driver", "cuda", f"{_GPU}:driver", _DRIVER),
     Check("torch on CUDA", "cuda", f"{_GPU}:torch_cuda", _TORCH_CUDA),
     Check("peer access", "cuda", f"{_GPU}:peer_access", _PEER_ACCESS),
-    Check("symmetric memory", "cuda", f"{_GPU}:symmetric", "a driver and device with CUDA's virtual memory management"),
+    Check("peer memory", "cuda", f"{_GPU}:peer_memory", _PEER_MEMORY),
     Check("Triton", "kernels", f"{_GPU}:triton", "pip install the version of triton that torch pins, 3.6 or newer"),
     Check("C compiler", "kernels", f"{_GPU}:compiler", _COMPILER),
     Check("NVSHMEM", "nvshmem", f"{_GPU}:nvshmem", _NVSHMEM),

@@ -19,7 +19,6 @@ from odc.experiments.config import JobConfig
 from odc.fsdp import live_roots
 from odc.trace import CAPACITY, DeviceClock
 
-_OVERLAP = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own switch, read when memory is mapped
 _CPU = torch.device("cpu")
 _STATUS = Path("/proc/self/status")
 _ROLLUP = Path("/proc/self/smaps_rollup")
@@ -58,13 +57,11 @@ def backend(device: str, ranks: int) -> str:
     return "cpu:gloo,cuda:nccl" if device == "cuda" and ranks_here(ranks) <= torch.cuda.device_count() else "gloo"
 
 
-def take_device(device: str, ranks: int) -> torch.device:
+def take_device(device: str) -> torch.device:
     """This rank's device, made current; in the environment of `torchrun`, once the process group is there."""
     if device == "cpu":
         return _CPU
     devices = torch.cuda.device_count()
-    if ranks_here(ranks) > devices:
-        os.environ[_OVERLAP] = "1"
     local = os.environ.get("LOCAL_RANK")  # torchrun's and torch elastic's
     taken = torch.device("cuda", (int(local) if local is not None else dist.get_rank()) % devices)
     torch.cuda.set_device(taken)

@@ -84,7 +84,7 @@ def run_rank(workload: Workload[Any]) -> Any:
     ):
         if recovery is not None and recovery.generation == 0:
             workload.check()  # a later process finds what the one before has written
-        device = devices.take_device(workload.device, job.ranks)
+        device = devices.take_device(workload.device)
         return RankJob(workload, progress, device, recovery).run()
 
 

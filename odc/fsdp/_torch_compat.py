@@ -65,7 +65,7 @@ _ON_CLASS: dict[type, tuple[str, ...]] = {
     ),
     FSDPModule: ("_get_fsdp_state",),
     DataParallelMeshInfo: ("mesh",),
-    ParamModuleInfo: ("param_name",),
+    ParamModuleInfo: ("param_name", "module", "shared_modules"),
 }  # fmt: skip
 _STORED: dict[tuple[type, str], tuple[str, ...]] = {
     (FSDPParamGroup, "__init__"): (
@@ -280,15 +280,6 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
 def device_of(group: FSDPParamGroup) -> torch.device:
     """Where the group's parameters are trained."""
     return group.device
-
-
-def process_group_of(group: FSDPParamGroup) -> dist.ProcessGroup | None:
-    """A process group of exactly the ranks of the group's mesh, in the order of `mesh_of`; None where there is none."""
-    mesh, ranks = group.mesh_info.mesh, list(mesh_of(group)[0])
-    candidates = [mesh.get_group()] if mesh.ndim == 1 else []
-    if dist.group.WORLD is not None:
-        candidates.append(dist.group.WORLD)
-    return next((one for one in candidates if dist.get_process_group_ranks(one) == ranks), None)
 
 
 def lane_streams(state: FSDPState) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, cast
@@ -18,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from odc.errors import UnsupportedError
-from odc.fsdp._torch_compat import FSDPParamGroup, default_store, lacking
+from odc.fsdp._torch_compat import FSDPParamGroup, lacking
 from odc.fsdp._torch_reshard import is_sharded_over, shard_anew
 
 #: What the keys of the default process group begin with, in the store that it was made with.
@@ -37,20 +36,6 @@ for _owner, _name in (
 for _name in ("_pg_registry", "_dim_group_names"):
     if _name not in inspect.getsource(DeviceMesh):
         raise lacking(f"DeviceMesh.{_name}")
-
-
-_noted: weakref.ref[Any] | None = None
-
-
-def note_generation() -> None:
-    """The default process group is that of a generation: others come after it, in this process."""
-    global _noted
-    _noted = weakref.ref(default_store())
-
-
-def of_generation() -> bool:
-    """Whether `note_generation` was called in the present default process group."""
-    return _noted is not None and _noted() is default_store()
 
 
 def nccl_parts() -> list[Any]:

@@ -38,6 +38,12 @@ class ShardedParam:
         return self._param._orig_size
 
     @property
+    def embeds(self) -> bool:
+        """Whether an `nn.Embedding` holds the parameter, perhaps beside other modules."""
+        info = self._param._module_info
+        return any(isinstance(holder, nn.Embedding) for holder in (info.module, *info.shared_modules))
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         return self._param.param_dtype or self._param.orig_dtype
 

@@ -29,7 +29,7 @@ from odc.fsdp.root_layout import register, sharded_modules
 from odc.memory import require_add
 from odc.net import JobStore, announce_process
 from odc.protocol import RootState
-from odc.runtime import await_releases, daemon, leave_arenas, stop_daemon
+from odc.runtime import await_releases, daemon, end_nvshmem, leave_arenas, stop_daemon
 from odc.settings import OptimizerSharding, Settings
 
 _at_exit = False
@@ -156,6 +156,7 @@ def shutdown() -> None:
             await_releases()
     finally:
         stop_daemon()
+        end_nvshmem(failed)
 
 
 def _default_mesh(module: nn.Module | list[nn.Module]) -> DeviceMesh:

@@ -61,6 +61,7 @@ class Collector:
         units = self._used_units(used)
         member.reduction.complete(units)
         if abandoned is None:
+            member.layout.keep_residuals(used)
             member.reduction.gather(units)
             self._write_gradients(used)
         else:

@@ -17,6 +17,7 @@ from odc.fsdp.collect import Collector
 from odc.fsdp.fetcher import FetchedGroup
 from odc.fsdp.last import LastPushes
 from odc.fsdp.sender import Sender
+from odc.fsdp.stale import StaleCheck
 from odc.protocol import Gradient, Outcome, RootState, UnitSpec
 from odc.runtime import Endpoint
 from odc.trace import Mark, recorder
@@ -45,6 +46,7 @@ class Minibatch:
         explicit: the minibatch is ended by the block or call around it, never by a backward.
         manual: it is ended by `finalize_backward()`, never by a backward.
         current: of the open epoch.
+        stale: finds shards that were changed in it.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Minibatch:
     ) -> None:
         self._member, self._sender, self._groups, self._iteration = member, sender, groups, iteration
         self._protocol, self._rank = member.protocol, member.grid.rank
-        self._collector = Collector(member, groups)
+        self._collector, self.stale = Collector(member, groups), StaleCheck(member.layout)
         self.shards = member.grid.shards
         self.state = RootState.CLOSED
         self.explicit = self.manual = False
@@ -183,6 +185,7 @@ class Minibatch:
         if not partial:
             self._iteration.forget_order()
         self._flush()
+        self.stale.refuse(self.epoch)
         for wait in before_done:
             wait()
         self._member.protocol.attach_all()  # before DONE: a peer may end right after it has seen DONE
@@ -309,6 +312,7 @@ class Minibatch:
         for group in self._groups:
             group.drop_fetch()
             compat.to_sharded(group)
+        self.stale.refuse(self.epoch)
         self._member.done(Outcome.EVALUATED)
         self._end(keep_window=False)
 

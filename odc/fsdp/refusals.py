@@ -5,22 +5,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 
-from odc.errors import (
-    AbandonedMinibatchError,
-    OdcError,
-    StaleParametersError,
-    UnfinishedMinibatchError,
-    UnsupportedError,
-)
+from odc.errors import AbandonedMinibatchError, OdcError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp._torch_param import ShardedParam
-from odc.movers.choice import device_mover
-from odc.protocol import Gradient, HeapLayout, MemberProtocol, Outcome, RankGrid, RootState, UnitSpec
+from odc.protocol import Gradient, MemberProtocol, Outcome, RankGrid, RootState, UnitSpec
 from odc.protocol.queue import Queue
 
 NOT_SHARDED = "is not sharded by odc: call odc.fully_shard on it too, last, after its layers"
@@ -157,41 +148,3 @@ def abandonment(who: str, protocol: MemberProtocol) -> AbandonedMinibatchError |
         reason=reason,
         culprit=culprit,
     )
-
-
-@cache
-def _memcmp() -> Callable[[int, int, int], int]:
-    function = ctypes.CDLL(None).memcmp  # several times as fast as torch.equal, and a NaN equals itself
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    return function
-
-
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return _memcmp()(left.data_ptr(), right.data_ptr(), left.nbytes) == 0
-
-
-@torch.no_grad()
-def refuse_stale(layout: HeapLayout, epoch: int, shards: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Raise `StaleParametersError`, naming the parameter, if one of this rank's shards is no longer what peers fetch.
-
-    `shards` are padded, by unit and parameter, 1-D. It compares bytes, because tensor versions miss in-place optimizer
-    writes and `.data`. On a device it compares in place, one call a unit, and waits for the current stream once.
-    """
-    mine = layout.mine
-    if layout.heap.lanes.asynchronous:
-        found = torch.zeros(1, dtype=torch.int32, device=layout.heap.device)
-        for unit, tensors in zip(layout.units, shards, strict=True):
-            places = [mine.published(unit, i, epoch) for i in range(len(tensors))]
-            device_mover(layout.mover).differ(places, tensors, found)
-        layout.heap.lanes.settle()
-        if not int(found):
-            return
-    for unit, tensors in zip(layout.units, shards, strict=True):
-        for i, (spec, shard) in enumerate(zip(unit.params, tensors, strict=True)):
-            if not _same_bytes(mine.published(unit, i, epoch).cpu(), shard.to(spec.dtype).cpu()):
-                raise StaleParametersError(
-                    f"rank {layout.grid.rank} (epoch {epoch}): {spec.name} changed inside an open minibatch "
-                    "(evaluation opens one too), after it was published; peers would still see the old values. Call "
-                    "model.publish() on every rank after changing weights (EMA swap, manual edit), or change them "
-                    "between minibatches"
-                )

@@ -20,7 +20,7 @@ from odc.fsdp._torch_param import params_of
 from odc.fsdp.fetcher import Fetcher
 from odc.fsdp.group import OdcParamGroup
 from odc.fsdp.minibatch import Minibatch
-from odc.fsdp.refusals import refuse_capture, refuse_gradient_views, refuse_stale
+from odc.fsdp.refusals import refuse_capture, refuse_gradient_views
 from odc.fsdp.root_layout import (
     agreed_settings,
     calls_below,
@@ -29,7 +29,7 @@ from odc.fsdp.root_layout import (
     open_heap,
     registered,
     sharded_modules,
-    unit_of,
+    units_of,
 )
 from odc.fsdp.sender import Sender
 from odc.memory import keep_freed
@@ -59,7 +59,7 @@ class Root:
         self.grid = grid = locate(JobStore(store, settings.timeout_s, rank), grid)
         for group in groups:
             group.odc_params = list(params_of(group))
-        units = [unit_of(i, group, settings) for i, group in enumerate(groups)]
+        units = units_of(groups, settings)
         if settings.gradient_views:
             params = [group.odc_params for group in groups]
             refuse_gradient_views(f"rank {rank}", grid, list(zip(units, params, strict=True)))
@@ -113,7 +113,7 @@ class Root:
         self.minibatch.begin()
         if not fresh and self.settings.stale_check:
             shards = [[param.shard() for param in group.odc_params] for group in self.groups]
-            refuse_stale(self.layout, self.minibatch.epoch, shards)
+            self.minibatch.stale.compare(self.minibatch.epoch, shards, now=not torch.is_grad_enabled())
         protocol.count_microbatch()
         self.minibatch.last.forward()
         self.fetcher.restart("forward")

@@ -9,19 +9,21 @@ import hashlib
 import json
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
-from odc.fsdp import _torch_groups
 from odc.fsdp.group import OdcParamGroup
 from odc.memory import ShmHeap, SymmetricHeap
+from odc.memory.cores import cores
 from odc.protocol import RankGrid, UnitSpec, accumulator_dtype
+from odc.protocol.rounding import coarse_parameters
 from odc.runtime import Rendezvous
 from odc.settings import Settings
 
@@ -102,8 +104,19 @@ def grid_of(groups: list[OdcParamGroup], rank: int) -> RankGrid:
     return RankGrid(ranks, shards, ranks.index(rank), node_size=groups[0].odc_node_size)
 
 
-def unit_of(index: int, group: OdcParamGroup, settings: Settings) -> UnitSpec:
-    """The layout of one group."""
+def units_of(groups: Sequence[OdcParamGroup], settings: Settings) -> list[UnitSpec]:
+    """The layouts of all groups of a root."""
+    params = [param for group in groups for param in group.odc_params]
+    found = [(param.shape, param.embeds) for param in params] if settings.sums_dtype == "int8" else []
+    coarse = {id(param) for param, may in zip(params, coarse_parameters(found), strict=False) if may}
+    return [
+        unit_of(i, group, settings, {param.name for param in group.odc_params if id(param) in coarse})
+        for i, group in enumerate(groups)
+    ]
+
+
+def unit_of(index: int, group: OdcParamGroup, settings: Settings, coarse: Collection[str]) -> UnitSpec:
+    """The layout of one group; `coarse` are names of parameters whose sums cross to other hosts as int8."""
     name = compat.unit_name(group)
     for param in group.odc_params:
         if param.has_extension:
@@ -117,7 +130,7 @@ def unit_of(index: int, group: OdcParamGroup, settings: Settings) -> UnitSpec:
     ]
     frozen = {name for name, _, _ in params} - {param.name for param in trained}
     wide = any(torch.float64 in (param.own_dtype, param.reduce_dtype, param.gradient_dtype) for param in trained)
-    return UnitSpec.build(index, name, params, accumulator_dtype(settings.reproducible or wide), frozen)
+    return UnitSpec.build(index, name, params, accumulator_dtype(settings.reproducible or wide), frozen, coarse)
 
 
 def identity_of(sequence: int, grid: RankGrid) -> str:
@@ -134,10 +147,7 @@ def open_heap(
     groups: Sequence[compat.FSDPParamGroup],
     state: compat.FSDPState,
 ) -> SymmetricHeap:
-    """An unsealed heap for a root.
-
-    Raises UnsupportedError for a mesh over which torch cannot map device memory, or units on several devices.
-    """
+    """An unsealed heap for a root. Raises UnsupportedError for units on several devices."""
     host = ShmHeap(identity, grid.ranks, grid.me, rendezvous.connect, settings.timeout_s)
     device = compat.device_of(groups[0])
     for group in groups:
@@ -145,19 +155,19 @@ def open_heap(
             name = compat.unit_name(group)
             raise UnsupportedError(f"unit {name!r} is on {compat.device_of(group)}, the first unit on {device}")
     if device.type == "cpu":
+        if settings.memory == "nvshmem":
+            raise UnsupportedError(
+                "Settings(memory='nvshmem') is for models on CUDA, and this one is on the CPU; leave it out"
+            )
         return host
-    from odc.memory.cuda import CudaHeap, CudaLanes, StoreGroup
+    from odc.memory.cuda import CudaHeap, CudaLanes
 
-    lanes = CudaLanes(device, compat.lane_streams(state))
-    if grid.remote or _torch_groups.of_generation():
-        name, place = f"odc/{identity}/devices/{grid.here}", grid.index(grid.me)
-        ranks, check = len(grid.local), rendezvous.check_mapping
-        here = StoreGroup(compat.default_store(), name, place, ranks, check, settings.timeout_s)
-        return CudaHeap(host, device, lanes, here, rendezvous.meet, grid.local)
-    process_group = compat.process_group_of(groups[0])
-    if process_group is None:
-        raise UnsupportedError(
-            f"no process group has exactly the ranks {grid.ranks} of the mesh, in this order: on CUDA a mesh is "
-            "1-D, or 2-D over the whole world"
-        )
-    return CudaHeap(host, device, lanes, process_group, rendezvous.meet)
+    lanes = CudaLanes(device, compat.lane_streams(state), sleeps=len(grid.local) > cores())
+    if settings.memory == "driver":
+        return CudaHeap(host, device, lanes, grid.local)
+    from odc.memory.nvshmem_heap import NvshmemHeap
+    from odc.runtime.nvshmem import placer
+
+    store, world = compat.default_store(), dist.get_world_size()
+    place = placer(store, identity, grid.ranks, settings, grid.rank, world, device)
+    return NvshmemHeap(host, device, lanes, place, grid.local)

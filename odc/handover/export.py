@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from odc.errors import UnsupportedError
-from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
+from odc.handover.handle import PublishedParameter, PublishedUnit, ShardOwner, WeightHandle
 from odc.protocol import HeapLayout
 from odc.runtime import reading_token
 
@@ -58,6 +58,8 @@ def weight_handle(model: Any) -> str:
         digest=heap.digest,
         left_out=tuple(name for name in model.state_dict() if name not in exported),
         secret="" if network is None else network.export_secret(root.identity).hex(),
+        units=published_units(root_layout),
+        versions=heap.layout.offset("versions") if root_layout.says_changes else 0,
     ).to_json()
 
 
@@ -101,6 +103,18 @@ def _parameters(root: Root, layout: HeapLayout, names: dict[int, list[str]]) -> 
                     shard_numel=spec.numel,
                     offset=region + spec.published_offset,
                     buffer_bytes=layout.buffer_offset(unit, 1),
+                    unit=unit.index,
                 )
             )
     return found
+
+
+def published_units(layout: HeapLayout) -> tuple[PublishedUnit, ...]:
+    """The units, where the ranks pack what has changed of them; else none."""
+    if not layout.says_changes:
+        return ()
+    place = layout.heap.layout.offset
+    return tuple(
+        PublishedUnit(place(f"published/{unit.index}"), unit.published_bytes, place(f"changes/{unit.index}"))
+        for unit in layout.units
+    )

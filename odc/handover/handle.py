@@ -10,9 +10,11 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from odc.errors import OdcError
 
-SCHEMA = "odc-weight-handle-2"
+SCHEMA = "odc-weight-handle-3"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class PublishedParameter:
     `names` are those in the model's state dict (several if it is tied); `shape` is that of the whole parameter; `dtype`
     is the compute dtype, without "torch."; `shard_numel` counts the elements of one rank's shard, padded to be equal on
     all ranks; `offset` is in bytes from the heap's start to the shard in the first buffer, the same on every rank, and
-    `buffer_bytes` from there to the same shard in the second buffer, if there is one.
+    `buffer_bytes` from there to the same shard in the second buffer, if there is one; `unit` numbers the module with
+    which it is published.
     """
 
     names: tuple[str, ...]
@@ -47,6 +50,33 @@ class PublishedParameter:
     shard_numel: int
     offset: int
     buffer_bytes: int
+    unit: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of one rank's shard."""
+        return self.shard_numel * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found = getattr(torch, self.dtype)
+        assert isinstance(found, torch.dtype)
+        return found
+
+    def place(self, version: int, buffers: int) -> int:
+        """Bytes from the heap's start to the shard of a version, where so many lie side by side."""
+        return self.offset + version % buffers * self.buffer_bytes
+
+
+@dataclass(frozen=True)
+class PublishedUnit:
+    """What a rank publishes together: `nbytes` at `offset`, which is that of the first buffer. What has changed of it
+    lies in a region that begins at `changes`.
+    """
+
+    offset: int
+    nbytes: int
+    changes: int
 
 
 @dataclass(frozen=True)
@@ -57,7 +87,9 @@ class WeightHandle:
     `board` and `reason` are offsets in the heap of the status board and of the reason why a job was aborted;
     `buffers` is the number of versions that are kept, 1 or 2; `nbytes` and `digest`, the size of the heap and the hash
     of its layout, differ in another run; `left_out` names what the state dict holds and no rank publishes: buffers, and
-    parameters that are not sharded; `secret`, in hex, admits to the listeners and is "" if there are none.
+    parameters that are not sharded; `secret`, in hex, admits to the listeners and is "" if there are none;
+    `units` are in the order of their numbers, and the words of their versions at `versions`, where the job packs what
+    has changed; else there are none.
     """
 
     root: str
@@ -70,6 +102,8 @@ class WeightHandle:
     digest: str
     left_out: tuple[str, ...]
     secret: str = ""
+    units: tuple[PublishedUnit, ...] = ()
+    versions: int = 0
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)})
@@ -88,6 +122,7 @@ class WeightHandle:
                 PublishedParameter(**{**one, "names": tuple(one["names"]), "shape": tuple(one["shape"])})
                 for one in fields["parameters"]
             )
+            fields["units"] = tuple(PublishedUnit(**one) for one in fields["units"])
             return cls(**{**fields, "left_out": tuple(fields["left_out"])})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise OdcError(f"this is not a weight handle of odc.handover: {type(error).__name__}: {error}") from error

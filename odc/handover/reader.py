@@ -3,19 +3,20 @@
 A sequence lock keeps job and reader independent. A rank notes which version it begins to publish, copies its shards,
 and notes that the version is there. A reader copies, and discards its copy if a rank has begun to overwrite it. So
 training never waits for a reader. The reader maps the memory of ranks of its host read-only, and reads that of others
-over the network.
+over the network; there it reads only what has changed since it read last, where the job packs that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from odc.deadlines import Backoff, Deadline
 from odc.errors import StaleVersionError, UnsupportedError, WaitTimeoutError
-from odc.handover.handle import PublishedParameter, WeightHandle
+from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
+from odc.handover.kept import KeptMember, bring
 from odc.net import host_identity
 from odc.protocol import Word
 from odc.runtime import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
@@ -36,19 +37,23 @@ class Reader:
 
     `handle` is the text that `odc.handover.weight_handle(model)` returned on a rank of the job; `timeout_s` is how long
     to wait for a rank that makes no progress; `tries` is how many copies the job may overtake before `read` gives up.
+    Where the job packs what changes (docs/changes.md), a reader keeps a copy of the shards on other hosts, in compute
+    dtype, and from then on reads only what has changed of them; `changes=False` keeps nothing and reads all each time.
     `overtaken` counts copies discarded so far; `left_out` names what the state dict holds and the job does not export
     (buffers, and parameters not sharded). Raises PeerLostError if a rank of the job is gone, WaitTimeoutError if a
     rank's server does not answer, LayoutMismatchError if the handle belongs to another run, UnsupportedError if a rank
     on another host does not listen there.
     """
 
-    def __init__(self, handle: str, *, timeout_s: float = 60.0, tries: int = 8) -> None:
+    def __init__(self, handle: str, *, timeout_s: float = 60.0, tries: int = 8, changes: bool = True) -> None:
         if tries < 1 or not timeout_s > 0:
             raise ValueError(f"tries must be 1 or more and timeout_s above 0, not {tries!r} and {timeout_s!r}")
         self._handle, self._timeout_s, self._tries = WeightHandle.from_json(handle), timeout_s, tries
         self.overtaken, self.left_out = 0, self._handle.left_out
         self._by_name = {name: one for one in self._handle.parameters for name in one.names}
         self._sources: list[ReadOnlyMember] = []
+        self._kept: list[KeptMember] = []  # those of `_sources` of which a copy is kept
+        self._keeps = changes and bool(self._handle.units)
         self._engine: WeightEngine | None = None
         try:
             self._attach(host_identity())
@@ -69,21 +74,28 @@ class Reader:
             listeners = {owner.rank: owner.listener for owner in distant if owner.listener is not None}
             self._engine = WeightEngine(handle.root, bytes.fromhex(handle.secret), listeners, self._timeout_s)
         for owner in handle.owners:
-            self._sources.append(
-                MappedMember(
-                    owner.rank,
-                    owner.address,
-                    root=handle.root,
-                    token=owner.token,
-                    nbytes=handle.nbytes,
-                    digest=handle.digest,
-                    board=handle.board,
-                    reason=handle.reason,
-                    timeout_s=self._timeout_s,
-                )
-                if self._engine is None or owner not in distant
-                else RemoteMember(owner.rank, self._engine, handle.digest)
-            )
+            if self._engine is None or owner not in distant:
+                self._sources.append(self._map(owner))
+                continue
+            member: ReadOnlyMember = RemoteMember(owner.rank, self._engine, handle.digest)
+            if self._keeps:
+                member = KeptMember(member, handle)
+                self._kept.append(member)
+            self._sources.append(member)
+
+    def _map(self, owner: ShardOwner) -> MappedMember:
+        handle = self._handle
+        return MappedMember(
+            owner.rank,
+            owner.address,
+            root=handle.root,
+            token=owner.token,
+            nbytes=handle.nbytes,
+            digest=handle.digest,
+            board=handle.board,
+            reason=handle.reason,
+            timeout_s=self._timeout_s,
+        )
 
     @property
     def version(self) -> int:
@@ -92,25 +104,26 @@ class Reader:
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and published dtype of every parameter by name."""
-        return {name: (one.shape, _dtype(one)) for name, one in self._by_name.items()}
+        return {name: (one.shape, one.torch_dtype) for name, one in self._by_name.items()}
 
     @torch.no_grad()
-    def read(self, into: Mapping[str, torch.Tensor] | None = None, *, at_least: int = 1) -> Weights:
+    def read(self, into: Mapping[str, Any] | None = None, *, at_least: int = 1) -> Weights:
         """All parameters, whole, of one version to the last byte. It waits for the job, never the job for it.
 
         Args:
-            into: tensors to fill, by name, of the right shapes; only these are read, and converted to their dtype and
-                device. After an error they hold a mixture. None makes new CPU tensors in the published (compute) dtype,
-                of which tied names share one.
+            into: tensors to fill, by name, of the right shapes, or writable arrays of any library that has DLPack
+                (NumPy, CuPy); only these are read, and converted to their dtype and device. After an error they hold a
+                mixture. What is returned are tensors of the same memory. None makes new CPU tensors in the published
+                (compute) dtype, of which tied names share one.
             at_least: the oldest acceptable version; waits until every rank has published it.
 
         Raises StaleVersionError if `tries` copies were overtaken by newer versions; WaitTimeoutError if a rank has
         neither published the version nor called into odc for `timeout_s`; PeerLostError if a rank died, exited or
-        aborted; ValueError if `into` names a tensor that is not exported, or has another shape.
+        aborted; ValueError if `into` names a tensor that is not exported, or has another shape, or is read-only.
         """
         wanted = self._destinations(into)
         for _ in range(self._tries):
-            version = self._await_version(at_least)
+            version = self._await_version(at_least, [one for one, _ in wanted])
             if self._copy(version, wanted):
                 return Weights(version, {name: tensor for one, tensors in wanted for name, tensor in tensors})
             self.overtaken += 1
@@ -120,12 +133,13 @@ class Reader:
             f"(now {self.version}): a fetch takes longer than the job's steps{more}, or raise `tries`"
         )
 
-    def _destinations(self, into: Mapping[str, torch.Tensor] | None) -> list[_Wanted]:
+    def _destinations(self, into: Mapping[str, Any] | None) -> list[_Wanted]:
         if into is None:
-            made = [(one, torch.empty(one.shape, dtype=_dtype(one))) for one in self._handle.parameters]
+            made = [(one, torch.empty(one.shape, dtype=one.torch_dtype)) for one in self._handle.parameters]
             return [(one, [(name, tensor) for name in one.names]) for one, tensor in made]
         by_parameter: dict[int, _Wanted] = {}
-        for name, tensor in into.items():
+        for name, given in into.items():
+            tensor = _tensor_over(name, given)
             known = self._by_name.get(name)
             if known is None:
                 raise ValueError(f"{name!r} is not exported; leave it out of `into`")
@@ -134,15 +148,18 @@ class Reader:
             by_parameter.setdefault(id(known), (known, []))[1].append((name, tensor))
         return list(by_parameter.values())
 
-    def _await_version(self, at_least: int) -> int:
-        """The newest version that all ranks have published and none has begun to overwrite."""
+    def _await_version(self, at_least: int, parameters: Sequence[PublishedParameter]) -> int:
+        """The newest version that all ranks have published, and none has begun to overwrite: its shards, or the changes
+        where they are to be read.
+        """
+        lasts = 1 if any(member.holds(parameters) for member in self._kept) else self._handle.buffers
         self._refuse_if_gone(f"reading version {at_least} or newer")
         deadline = Deadline(self._timeout_s)
         backoff = Backoff(_POLL_S, _POLL_S if self._engine is None else _LONGEST_POLL_S)
         while True:
             published = [source.load()[Word.PUBLISHED] for source in self._sources]
             version = min(published)
-            if version >= max(1, at_least) and not self._overtaken(version):
+            if version >= max(1, at_least) and not self._overtaken(version + lasts):
                 return version
             late = self._sources[published.index(version)]
             if deadline.passed(late.load()[Word.PROGRESS]):
@@ -154,57 +171,58 @@ class Reader:
             self._refuse_if_gone(f"waiting for rank {late.rank} to publish version {max(at_least, *published)}")
             backoff.sleep()
 
-    def _overtaken(self, version: int) -> bool:
-        """Whether a rank has begun to publish a version over this one."""
-        over = version + self._handle.buffers
+    def _overtaken(self, over: int) -> bool:
+        """Whether a rank has begun to publish version `over`, which comes to lie where another one was."""
         return any(source.load()[Word.PUBLISHING] >= over for source in self._sources)
 
     def _copy(self, version: int, wanted: Sequence[_Wanted]) -> bool:
         """Copy all of `wanted`; whether it is of `version` to the last byte."""
-        extents = [(self._place(one, version), one.shard_numel * _dtype(one).itemsize) for one, _ in wanted]
+        parameters, buffers = [one for one, _ in wanted], self._handle.buffers
+        if self._kept and not bring(self._kept, version, parameters, buffers, self._overtaken):
+            return False
+        direct = len(self._sources) - len(self._kept)
+        extents = [(one.place(version, buffers), one.nbytes) for one in parameters]
         for source in self._sources:
             source.expect(extents)
         unlooked = 0
         for one, tensors in wanted:
             self._assemble(one, version, [tensor for _, tensor in tensors])
-            unlooked += one.shard_numel * _dtype(one).itemsize * len(self._sources)
+            unlooked += one.nbytes * direct
             if unlooked >= _LOOK_BYTES:
                 unlooked = 0
-                if self._overtaken(version):
+                if self._overtaken(version + buffers):
                     return False
+        if not direct:  # what is kept does not change meanwhile
+            return True
         # If a byte of a later version was copied, the word that its writer stored and fenced before it is visible.
         for source in self._sources:
             source.fence()
-        return not self._overtaken(version)
+        return not self._overtaken(version + buffers)
 
     def _assemble(self, one: PublishedParameter, version: int, tensors: Sequence[torch.Tensor]) -> None:
         """Assemble the ranks' shards in each of `tensors`."""
-        dtype, first = _dtype(one), tensors[0]
+        dtype, first, place = one.torch_dtype, tensors[0], one.place(version, self._handle.buffers)
         direct = first.device.type == "cpu" and first.dtype == dtype and first.is_contiguous()
         whole = first if direct else torch.empty(one.shape, dtype=dtype)
         if one.shard_dim == 0:
-            self._lay_end_to_end(one, version, whole)
+            self._lay_end_to_end(place, one.nbytes, whole)
         else:
             shape = list(one.shape)
             shape[one.shard_dim] //= len(self._sources)
             parts = whole.split(shape[one.shard_dim], one.shard_dim)
             shard = torch.empty(one.shard_numel, dtype=dtype)
             for part, source in zip(parts, self._sources, strict=True):
-                source.copy(self._place(one, version), shard.view(torch.uint8))
+                source.copy(place, shard.view(torch.uint8))
                 part.copy_(shard.view(shape))
         for tensor in tensors if whole is not first else tensors[1:]:
             if tensor.data_ptr() != whole.data_ptr():
                 tensor.copy_(whole)
 
-    def _lay_end_to_end(self, one: PublishedParameter, version: int, whole: torch.Tensor) -> None:
-        """Shards of the first dimension are consecutive bytes; only the end of the last is padding."""
-        raw, place = whole.detach().view(-1).view(torch.uint8), self._place(one, version)
-        shard = one.shard_numel * whole.itemsize
+    def _lay_end_to_end(self, place: int, shard: int, whole: torch.Tensor) -> None:
+        """Shards of the first dimension are `shard` consecutive bytes each; only the end of the last is padding."""
+        raw = whole.detach().view(-1).view(torch.uint8)
         for source, first in zip(self._sources, range(0, raw.numel(), max(1, shard)), strict=False):
             source.copy(place, raw[first : first + shard])
-
-    def _place(self, one: PublishedParameter, version: int) -> int:
-        return one.offset + version % self._handle.buffers * one.buffer_bytes
 
     def _refuse_if_gone(self, doing: str) -> None:
         for source in self._sources:
@@ -214,7 +232,7 @@ class Reader:
         """Unmap the ranks' memory, and hang up. Idempotent."""
         for source in self._sources:
             source.close()
-        self._sources = []
+        self._sources, self._kept = [], []
         if self._engine is not None:
             self._engine.close()
 
@@ -228,7 +246,15 @@ class Reader:
 _Wanted = tuple[PublishedParameter, list[tuple[str, torch.Tensor]]]
 
 
-def _dtype(one: PublishedParameter) -> torch.dtype:
-    found = getattr(torch, one.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+def _tensor_over(name: str, given: Any) -> torch.Tensor:
+    """A tensor that is, or shares the memory of, what a caller has given to be filled."""
+    if isinstance(given, torch.Tensor):
+        return given
+    if not hasattr(given, "__dlpack__"):
+        raise ValueError(f"{name!r} is a {type(given).__name__}: `into` takes tensors, and arrays that have DLPack")
+    if not getattr(getattr(given, "flags", None), "writeable", True):  # as NumPy says it
+        raise ValueError(f"{name!r} is read-only: it cannot be filled")
+    try:
+        return torch.utils.dlpack.from_dlpack(given)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"{name!r} has no memory that torch can fill: {error}") from error

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from odc.deadlines import WORD_SLEEP_S
 from odc.errors import PeerLostError, culprit_of
+from odc.hosts.changes import ShardReads
 from odc.memory import Words
 from odc.protocol.heap_reader import HeapReader
 from odc.protocol.peers.remote import NodeShare
@@ -31,10 +32,14 @@ class NodeCache:
     The cache has room for every unit. So over hosts a thread reads ahead in the order of the last epoch, from this
     rank's first use of a unit on: the network is not idle while ranks compute. It does not wait, and claims what it
     reads.
+
+    Attributes:
+        reads: those from the owners.
     """
 
     def __init__(self, protocol: MemberProtocol, heaps: HeapReader, worker: Worker) -> None:
-        self._protocol, self._layout, self._heaps, self._worker = protocol, protocol.layout, heaps, worker
+        self._protocol, self._layout, self._worker = protocol, protocol.layout, worker
+        self.reads = ShardReads(protocol, heaps)
         grid = protocol.grid.nodes
         owners = [member for member in grid.shard_group if grid.is_remote(member)]
         # This rank's own partners first, so that the ranks of a node read from different owners; of these that on the
@@ -54,9 +59,7 @@ class NodeCache:
             return  # with hundreds of owners to ask a second check takes milliseconds
         peers = [self._layout.share(owner) for owner in self._owners]
         self._look_ahead(unit.index, epoch)
-        for peer in peers:
-            if self._claim(peer, unit, epoch):
-                self._read(peer, unit, epoch)
+        self.reads.bring(((peer, unit) for peer in peers if self._claim(peer, unit, epoch)), epoch)
         for peer in peers:
             cached = peer.cached(unit)
             if cached.load(0) < epoch:
@@ -77,17 +80,21 @@ class NodeCache:
 
     def _read_ahead(self, units: Sequence[int], epoch: int) -> None:
         """On the worker's thread."""
+        try:
+            with self._layout.heap.lanes.lane("ahead"):
+                self.reads.bring(self._ahead(units, epoch), epoch)
+        except Exception as error:
+            self._fail(error)
+
+    def _ahead(self, units: Sequence[int], epoch: int) -> Iterator[tuple[NodeShare, UnitSpec]]:
+        """What this rank has to read, as far as it is published when it is its turn."""
         for unit in (self._layout.units[index] for index in units):
-            if self._settled >= epoch or self._closed:
-                return
-            try:
-                with self._layout.heap.lanes.lane("ahead"):
-                    for owner in self._owners:
-                        peer = self._layout.share(owner)
-                        if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
-                            self._read(peer, unit, epoch)
-            except Exception as error:
-                self._fail(error)
+            for owner in self._owners:
+                if self._settled >= epoch or self._closed:
+                    return
+                peer = self._layout.share(owner)
+                if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
+                    yield peer, unit
 
     def _fail(self, error: Exception) -> None:
         """End the job: the ranks of this host, and this one too, may be waiting for what the thread has claimed."""
@@ -123,14 +130,6 @@ class NodeCache:
             self._protocol.waiter.await_reason(f"claiming the shard of unit {unit.name!r} of rank {peer.rank}")
             raise
 
-    def _read(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> None:
-        place = peer.published_bytes(unit)[: unit.published_bytes]
-        offset = self._layout.buffer_offset(unit, epoch)
-        self._heaps.read(peer.member, f"published/{unit.index}", offset, place, f"unit {unit.name!r}")
-        cached = peer.cached(unit)
-        cached.store(0, epoch)  # release: the shard is there
-        cached.wake(0)
-
     def _await(self, peer: NodeShare, unit: UnitSpec, epoch: int, cached: Words, lane: str) -> None:
         claimer = peer.claims(unit).load(_CLAIMER)
         rank = self._layout.grid.ranks[claimer]
@@ -143,6 +142,5 @@ class NodeCache:
         pause = functools.partial(cached.wait_at_least, 0, epoch, WORD_SLEEP_S) if self._layout.spans_hosts else None
         self._protocol.waiter.until(settled, claimer, what, lane=lane, pause=pause, word="CACHED")
         if cached.load(0) < epoch:
-            # It has evaluated, and left while its thread read ahead. Whatever it may still write is the same bytes, as
-            # no epoch follows one that a rank has left.
-            self._read(peer, unit, epoch)
+            # It has evaluated, and left while its thread read ahead. No epoch follows one that a rank has left.
+            self.reads.bring_whole(peer, unit, epoch)

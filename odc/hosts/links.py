@@ -29,6 +29,7 @@ from odc.net.messages import (
     MessageReader,
     PushCounts,
     ReadableSums,
+    ShardVersions,
     StoredWord,
     TakenWords,
 )
@@ -39,6 +40,7 @@ from odc.protocol.words import (
     ARENA_TABLE,
     ARENA_TAKEN,
     BOARD_WORDS,
+    VERSION_WORDS,
     Outcome,
     RootState,
     Word,
@@ -61,7 +63,7 @@ _SEEN_BY_ALL = frozenset(
         Word.PUBLISHING,
     }
 )
-_FOR_STATUS = (Word.STATE, Word.MICROBATCH, Word.FETCHED, Word.PUSHED)
+_FOR_STATUS = (Word.STATE, Word.MICROBATCH, Word.FETCHED, Word.PUSHED, Word.SAVED)
 _NOW_AND_THEN = (*_FOR_STATUS, Word.WAITING_EPOCH, Word.WAITING, Word.PROGRESS)
 _LAST = (Word.PUBLISHED, Word.COMPLETE, Word.READ, Word.DONE, Word.ABORT, Word.LEFT)  # of a link's first words
 _ARENA: dict[str, type[EntryWords | TakenWords]] = {ARENA_TABLE: EntryWords, ARENA_TAKEN: TakenWords}
@@ -110,17 +112,26 @@ class Links:
         return link
 
     def _first_messages(self) -> list[Message]:
+        """This rank's state, which its other threads change meanwhile. What is stored last is loaded first and sent
+        last: a word must not come before what explains it.
+        """
         heap, mine, board = self._layout.heap, self._layout.mine, self._layout.mine.board
-        messages: list[Message] = []
+        words = [word for word in (*_SEEN_BY_ALL, *_NOW_AND_THEN) if word not in _LAST]
+        stored = [StoredWord(word, board.load(word)) for word in reversed((*words, *_LAST))]
+        epoch = board.load(Word.PUBLISHED)
+        given_up = [GivenUp(one, mine.abandonment(one)) for one in (max(0, epoch - 1), epoch)]
+        messages: list[Message] = [*self._versions(), GivenReason(mine.reason), *given_up, *reversed(stored)]
         for region, count in self._words.items():
             if count:
-                messages.append(_ARENA[region](0, tuple(map(heap.words(mine.member, region).load, range(count)))))
-        messages.append(GivenReason(mine.reason))
-        epoch = board.load(Word.PUBLISHED)
-        for one in (max(0, epoch - 1), epoch):
-            messages.append(GivenUp(one, mine.abandonment(one)))
-        words = [word for word in (*_SEEN_BY_ALL, *_NOW_AND_THEN) if word not in _LAST]
-        return messages + [StoredWord(word, board.load(word)) for word in (*words, *_LAST)]
+                values = tuple(map(heap.words(mine.member, region).load, range(count)))
+                messages.insert(0, _ARENA[region](0, values))
+        return messages
+
+    def _versions(self) -> list[ShardVersions]:
+        if not self._layout.says_changes:
+            return []
+        words = self._layout.heap.words(self._grid.me, "versions")
+        return [ShardVersions(tuple(map(words.load, range(VERSION_WORDS * len(self._layout.units)))))]
 
     def stored(self, index: int, value: int) -> None:
         """This rank has stored a word."""
@@ -134,7 +145,9 @@ class Links:
     def _explained(self, index: int, value: int) -> list[Message]:
         messages: list[Message] = [StoredWord(index, value)]
         mine = self._layout.mine
-        if index in (Word.ABORT, Word.LEFT):
+        if index == Word.PUBLISHED:
+            messages[:0] = self._versions()
+        elif index in (Word.ABORT, Word.LEFT):
             messages.insert(0, GivenReason(mine.reason))
         elif index in (Word.OUTCOME_EVEN, Word.OUTCOME_ODD):
             epoch = self._layout.mine.board.load(Word.PUBLISHED)
@@ -212,6 +225,7 @@ class Links:
             PushCounts: _COUNTS,
             **{_ARENA[region]: count for region, count in self._words.items()},
             ReadableSums: 2 * len(self._layout.units),
+            ShardVersions: VERSION_WORDS * len(self._layout.units),
         }
         reader = MessageReader(limits)
 
@@ -247,6 +261,9 @@ class Links:
                 _mirror(peer.mirrored(ARENA_TABLE), first, values)
             case TakenWords(first, values) if 0 <= first <= self._words[ARENA_TAKEN] - len(values):
                 _mirror(peer.mirrored(ARENA_TAKEN), first, values)
+            case ShardVersions(values) if layout.says_changes and len(values) == VERSION_WORDS * len(layout.units):
+                for unit in layout.units:
+                    _mirror(peer.versions(unit), 0, values[VERSION_WORDS * unit.index :][:VERSION_WORDS])
             case ReadableSums(epoch, values) if len(values) % 2 == 0 and {*values[::2]} <= {*range(len(layout.units))}:
                 if summed is not None:
                     summed(member, epoch, dict(zip(values[::2], values[1::2], strict=True)))

@@ -20,13 +20,14 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
-from odc.deadlines import WORD_SLEEP_S
-from odc.protocol.heap_reader import HeapReader
+from odc.deadlines import DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S, WORD_SLEEP_S, Backoff
+from odc.protocol.heap_reader import HeapRead, HeapReader
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.reduction import Reduction
 from odc.protocol.units import UnitSpec
@@ -51,11 +52,29 @@ class HostSums:
         self._before = [0] * len(self._summed)  # by unit: pushes until the end of the last epoch
         self._rounded: dict[int, tuple[int, int]] = {}  # by unit: epoch, and pushes that were in it
         self._rounding = threading.Lock()
+        # What is announced once a mark is reached: epoch, and pushes by unit. The daemon's.
+        self._asked = deque[tuple[object, int, dict[int, int]]]()
+        self._backoff = Backoff(DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S)
 
-    def announce(self) -> None:
-        """Announce to the partners every unit that all ranks of this host have pushed for the last time. On the
-        daemon's thread, which does not wait: what it cannot see yet is read when all is complete.
+    def announce(self) -> bool:
+        """Announce to the partners every unit that all ranks of this host have pushed for the last time, once it is
+        rounded; True if it is to be called again, for what a device still rounds. On the daemon's thread, which sleeps
+        for a millisecond at most: what it cannot see yet is read when all is complete.
         """
+        self._ask()
+        while self._asked:
+            mark, epoch, counts = self._asked[0]
+            if mark is not None and not self._layout.heap.lanes.reached(mark):
+                self._backoff.sleep()
+                return True
+            self._asked.popleft()
+            self._backoff.restart()
+            if self._over < epoch and self._send is not None:
+                self._send(epoch, counts)
+        return False
+
+    def _ask(self) -> None:
+        """Have what all ranks of this host have pushed for the last time rounded."""
         peers = [self._layout.local(member) for member in self._protocol.grid.local]
         if not all(peer.attached for peer in peers):
             return
@@ -69,11 +88,9 @@ class HostSums:
             if self._over >= epoch:
                 return
             announced = {unit: count for unit, count in counts.items() if count > self._before[unit]}
-            for unit, count in announced.items():
-                self._round(unit, epoch, count)
-                self._open[unit] = False
-        if announced and self._send is not None:
-            self._send(epoch, announced)
+            if announced:
+                self._open[list(announced)] = False
+                self._asked.append((self._round(epoch, announced), epoch, announced))
 
     def complete(self, used: Sequence[bool]) -> None:
         """Round what was not rounded, or has grown since, of the units that are `used`. Before COMPLETE, when all ranks
@@ -82,13 +99,17 @@ class HostSums:
         with self._rounding:
             self._over = self._protocol.epoch
             self._before = pushes_of(self._protocol, self._protocol.grid.here)
-            for unit in itertools.compress(range(len(used)), used):
-                self._round(unit, self._over, self._before[unit])
+            self._round(self._over, {unit: self._before[unit] for unit in itertools.compress(range(len(used)), used)})
+        if self._layout.rounded is not None:
+            lanes = self._layout.heap.lanes
+            with lanes.lane("server"):
+                lanes.settle()  # also what the daemon has asked for
 
-    def _round(self, unit: int, epoch: int, count: int) -> None:
-        if self._layout.rounded is not None and self._rounded.get(unit) != (epoch, count):
-            self._layout.round_sums(self._layout.units[unit])
-            self._rounded[unit] = epoch, count
+    def _round(self, epoch: int, counts: dict[int, int]) -> object:
+        """Ask for what was not rounded with so many pushes; returns a mark that is reached when all of it is."""
+        new = {unit: (epoch, count) for unit, count in counts.items() if self._rounded.get(unit) != (epoch, count)}
+        self._rounded |= new
+        return self._layout.round_sums([self._layout.units[unit] for unit in new])
 
 
 def pushes_of(protocol: MemberProtocol, host: int) -> list[int]:
@@ -117,6 +138,9 @@ class NodeSums(Reduction):
 
     def _fill(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Read the sums of these partners and units."""
+        self._heaps.read_all(self._reads_of(pairs))
+
+    def _reads_of(self, pairs: Iterable[tuple[int, int]]) -> Iterator[HeapRead]:
         layout = self._layout
         name = "sums" if layout.rounded is None else "wire"
         by_partner: dict[int, list[int]] = {}
@@ -127,7 +151,7 @@ class NodeSums(Reduction):
             for first, end in _runs(units):
                 start, stop = layout.wire_at[first], layout.wire_at[end]
                 if stop > start:
-                    self._heaps.read(partner, region, start, into[start:stop], "its host's sums of gradients")
+                    yield HeapRead(partner, region, start, into[start:stop], "its host's sums of gradients")
 
     def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
         """As in `Reduction`; by node."""
@@ -141,8 +165,11 @@ class NodeSums(Reduction):
         layout = self._layout
         if not layout.grid.is_remote(partner):
             return layout.sums_of(partner, self._row_in(partner), unit)
-        start, dtype = layout.wire_at[unit.index], layout.rounded or unit.accumulator_dtype
-        return layout.arrived(self._partners[partner])[start : start + unit.numel * dtype.itemsize].view(dtype)
+        start, end = layout.wire_at[unit.index : unit.index + 2]
+        arrived = layout.arrived(self._partners[partner])[start:end]
+        if layout.rounded is not None:
+            return layout.rounded[unit.index].read(arrived)
+        return arrived[: unit.accumulator_bytes].view(unit.accumulator_dtype)
 
     def _row_in(self, partner: int) -> int:
         """This rank's node among those for which the heap of `partner` holds sums."""

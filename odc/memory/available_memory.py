@@ -32,47 +32,49 @@ def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 
 
 def _machine(proc: Path) -> FreeMemory | None:
-    for line in _read(proc / "meminfo").splitlines():
+    for line in read_text(proc / "meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return FreeMemory(int(line.split()[1]) << 10, "the machine (MemAvailable)")
     return None
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[FreeMemory | None]:
-    for controllers, path in _memberships(proc):
+    for controllers, path in memberships(proc):
         if controllers == "":
             roots, files = [cgroups, cgroups / "unified"], _V2_FILES
         elif "memory" in controllers.split(","):
             roots, files = [cgroups / "memory"], _V1_FILES
         else:
             continue
-        yield from (_group(folder, *files) for root in roots for folder in _upwards(root, path))
+        yield from (_group(folder, *files) for root in roots for folder in upwards(root, path))
 
 
-def _memberships(proc: Path) -> list[tuple[str, str]]:
-    rows = [line.split(":", 2) for line in _read(proc / "self" / "cgroup").splitlines()]
+def memberships(proc: Path) -> list[tuple[str, str]]:
+    """(controllers, path) of each control group of this process; no controllers are named in cgroup v2."""
+    rows = [line.split(":", 2) for line in read_text(proc / "self" / "cgroup").splitlines()]
     return [(row[1], row[2]) for row in rows if len(row) == 3]
 
 
-def _upwards(root: Path, path: str) -> list[Path]:
+def upwards(root: Path, path: str) -> list[Path]:
     """The group and all groups above it. Inside a container only the root may be visible, and then only it counts."""
     folder = root / path.lstrip("/")
     return [folder, *(above for above in folder.parents if above == root or root in above.parents)]
 
 
 def _group(folder: Path, limit_file: str, usage_file: str, reclaimable: str) -> FreeMemory | None:
-    limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
+    limit, usage = read_text(folder / limit_file).strip(), read_text(folder / usage_file).strip()
     if not limit.isdecimal() or not usage.isdecimal() or int(limit) > _V1_UNLIMITED:
         return None
     cached = 0
-    for line in _read(folder / "memory.stat").splitlines():
+    for line in read_text(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name == reclaimable:
             cached = int(value)
     return FreeMemory(max(0, int(limit) - int(usage) + cached), f"control group {folder}")
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file of the kernel's; empty where it cannot be read."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):

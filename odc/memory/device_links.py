@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from functools import cache
 
 import torch
 
-_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+from odc.errors import UnsupportedError
+from odc.memory.driver_calls import DriverError, bindings, call
 
 
-def native_atomics(number: int, other: int, library: str = "libcuda.so.1") -> bool:
+def native_atomics(number: int, other: int) -> bool:
     """Whether atomic operations of a device on another's memory are atomic: over NVLink they are, over PCIe not.
 
     Devices by their numbers in this process. Where the driver does not answer, they count as not atomic.
     """
-    value = ctypes.c_int()
     try:
-        ask = ctypes.CDLL(library).cuDeviceGetP2PAttribute
-    except (OSError, AttributeError):
+        attribute = bindings().CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        return bool(call("cuDeviceGetP2PAttribute", attribute, number, other))
+    except (DriverError, UnsupportedError):
         return False
-    return ask(ctypes.byref(value), _NATIVE_ATOMICS, number, other) == 0 and value.value != 0
 
 
-def adds_atomically(device: torch.device, others: Sequence[str]) -> bool:
-    """Whether `device` adds atomically to the memory of the devices with these UUIDs; itself may be among them.
+def atomic_peers(device: torch.device) -> list[str]:
+    """UUIDs of the devices to whose memory `device` adds atomically, itself among them.
 
     A device that this process does not see cannot be asked about: to that no kernel adds atomically.
     """
-    numbers = {device_uuid(number): number for number in range(torch.cuda.device_count())}
     here = device.index
-    return all(
-        other in numbers and (numbers[other] == here or native_atomics(here, numbers[other])) for other in others
+    numbers = range(torch.cuda.device_count())
+    return [device_uuid(number) for number in numbers if number == here or native_atomics(here, number)]
+
+
+@cache
+def flushes_writes(device: torch.device) -> bool:
+    """Whether what a network card has written to the memory of `device` must be flushed before devices of this host
+    see it: `flush_writes`. Raises UnsupportedError where the device needs that and cannot.
+    """
+    names, number = bindings(), device.index or 0
+    attributes = names.CUdevice_attribute
+    order = call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, number)
+    if order >= names.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES:
+        return False
+    options = call("cuDeviceGetAttribute", attributes.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, number)
+    if options & names.CUflushGPUDirectRDMAWritesOptions.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST:
+        return True
+    raise UnsupportedError(
+        f"{device} neither orders what network cards write to its memory nor flushes it: read from other hosts with "
+        "Settings(engine='sockets')"
     )
 
 
+def flush_writes(device: torch.device) -> None:
+    """Return when every device of this host sees what network cards have written to the memory of `device`."""
+    target = bindings().CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+    scope = bindings().CUflushGPUDirectRDMAWritesScope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_ALL_DEVICES
+    with torch.cuda.device(device):
+        call("cuFlushGPUDirectRDMAWrites", target, scope)
+
+
 def device_uuid(number: int) -> str:
-    """The UUID of a device of this process, empty where torch does not have it."""
-    return str(getattr(torch.cuda.get_device_properties(number), "uuid", ""))
+    """The UUID of a device of this process."""
+    return str(torch.cuda.get_device_properties(number).uuid)

@@ -102,9 +102,9 @@ class SymmetricHeap(Protocol):
     """A heap of one rank. Methods that reach a peer attach to it on demand, and may be called from any thread.
 
     `identity` names the heap, the same on every rank; `me` is this rank's member index; `nbytes` is the size of this
-    rank's memory, 0 before `seal`; `digest` is a hash of the layout, in hex; `fd` is the descriptor to hand to peers
-    and `read_only_fd` that for readers outside the job, where the backend has them; data regions lie on `device`, whose
-    work `lanes` orders.
+    rank's memory, 0 before `seal`; `digest` is a hash of the layout, in hex; `fd` is the descriptor to hand to peers,
+    with `other_fds` beside it, and `read_only_fd` that for readers outside the job, where the backend has them; data
+    regions lie on `device`, whose work `lanes` orders.
     """
 
     identity: str
@@ -113,7 +113,8 @@ class SymmetricHeap(Protocol):
     device: torch.device
     lanes: Lanes
     #: Whether the ranks of this host may add to each other's memory by their device's atomic adds, without a lock. Set
-    #: before `seal` to what this rank's mover can; from mapping on it is what all of these ranks can, over their links.
+    #: before `seal` to what this rank's mover can; from then on it is what all of these ranks can, over their links,
+    #: and asking attaches to all of them. Raises as `tensor` does.
     adds_atomically: bool
 
     @property
@@ -124,6 +125,8 @@ class SymmetricHeap(Protocol):
     def digest(self) -> str: ...
     @property
     def fd(self) -> int: ...
+    @property
+    def other_fds(self) -> tuple[int, ...]: ...
     @property
     def read_only_fd(self) -> int: ...
     @property

@@ -1,43 +1,38 @@
-"""NVSHMEM, started through the job's own store, and a heap in its symmetric memory.
+"""NVSHMEM in this process: its start, its host calls, and the one piece of its memory that odc takes, the slab.
 
-NVSHMEM starts with a unique id that travels through the job's key-value store: it needs no launcher and no collective
-of the process group. It is loaded on first use (extra `nvshmem`) and started once in each process for the whole job;
-its rank numbers ("PEs") are global ranks. It reserves its memory at the start, in one piece (`needed_bytes`).
-Allocation is a collective of all ranks, and memory is returned only at the job's end.
+It is loaded on first use (extra `nvshmem`) and started once in each process for the whole job (`odc.runtime.nvshmem`);
+its rank numbers ("PEs") are global ranks. Of its Python package odc uses the start, the end, and the bindings: what
+lies above these keeps account of allocations and knows no address inside one.
 
-A peer whose memory has no pointer here (on another host) has 0 in the pointer table; kernels reach it by NVSHMEM's
-device calls (`NvshmemHeap.symmetric`). Words stay in shared memory, so for now the ranks of a heap must share a host.
-Nothing here has run on a GPU yet, and no setting of `fully_shard` selects it.
+The library's own rules: host calls go one at a time, whatever the thread. Starting, allocating and ending are
+collectives of the whole job without a deadline, and a failure of a host call ends the process with `exit(-1)`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import threading
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from odc.errors import HeapMemoryError, UnsupportedError, install
-from odc.memory.cuda import CudaHeap
 from odc.memory.layout import round_up
 
-_SIZE = "NVSHMEM_SYMMETRIC_SIZE"  # the library reads it when it starts; there is no other way to set the size
-_GRANULE = 2 << 20  # each heap starts on one of the driver's large pages
-_INTERNAL = 64 << 20  # for NVSHMEM's teams, barriers and device state
+_MIB, _GIB = 1 << 20, 1 << 30
+_GRANULARITY, _MOST = "NVSHMEM_CUMEM_GRANULARITY", "NVSHMEM_MAX_MEMORY_PER_GPU"
+_STATIC, _STATIC_BYTES = "NVSHMEM_DISABLE_CUDA_VMM", "NVSHMEM_SYMMETRIC_SIZE"
+_INTERFACE = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
+_LEAST_STEP, _USUAL_STEP = 2 * _MIB, 512 * _MIB  # the driver's large pages; NVSHMEM's default
+_USUAL_MOST = 124 * _GIB  # that NVSHMEM has addresses for by default, rounded down
+_INTERNAL = 64 * _MIB  # for NVSHMEM's teams, barriers and device state
 _LIBRARY = "nvshmem"
+ID_BYTES = 128
 
-_kept: list[torch.Tensor] = []  # allocations; freeing one is a collective, so they last as long as the job
-_started: tuple[int, int] | None = None  # (rank, ranks)
-
-
-class KeyValues(Protocol):
-    """The part of `odc.net.JobStore` that is used here."""
-
-    timeout_s: float
-
-    def set(self, key: str, value: bytes) -> None: ...
-    def await_key(self, key: str, late: str, *, culprit: int) -> bytes: ...
+_serial = threading.Lock()  # around every host call: the library promises nothing to two threads at a time
+_started: Library | None = None
 
 
 def core() -> Any:
@@ -52,45 +47,37 @@ def core() -> Any:
     return nvshmem.core
 
 
-def needed_bytes(heaps: Sequence[int]) -> int:
-    """What NVSHMEM must reserve on each rank for heaps of these sizes in bytes, and for itself."""
-    return sum(round_up(nbytes, _GRANULE) for nbytes in heaps) + _INTERNAL
+def set_environment(
+    nbytes: int, interface: str | None, rank: int, environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Prepare what NVSHMEM reads from the environment when it starts, and nowhere else; what is set there stays.
 
+    Its heap takes physical memory in steps, whose default of 512 MiB would lose as much, within a range of addresses of
+    `NVSHMEM_MAX_MEMORY_PER_GPU`. Only without CUDA's virtual memory (`NVSHMEM_DISABLE_CUDA_VMM=1`) does it reserve all
+    at the start, by `NVSHMEM_SYMMETRIC_SIZE`. `interface` is the one through which the ranks of other hosts are met.
 
-def start(store: KeyValues, rank: int, ranks: int, device: torch.device, nbytes: int) -> None:
-    """Start NVSHMEM in this process; every rank of the job calls it. A second call is a no-op.
-
-    Args:
-        store: store of the job, where rank 0 leaves the unique id. Its timeout is the deadline for that: NVSHMEM's own
-            collective afterwards has none.
-        device: this rank's CUDA device, which must be current.
-        nbytes: memory to reserve, from `needed_bytes`.
-
-    Raises UnsupportedError, HeapMemoryError and WaitTimeoutError as `core`, `reserve` and `exchange_id` do.
+    Raises HeapMemoryError where the environment sets less than `nbytes`, which is to be allocated, needs.
     """
-    global _started
-    if _started is not None:
-        return
-    library = core()
-    reserve(nbytes, rank)
-    uid = exchange_id(library, store, rank)
-    from cuda.core import Device
-
-    here = Device(device.index)
-    here.set_current()
-    library.init(device=here, uid=uid, rank=rank, nranks=ranks, initializer_method="uid")
-    _started = rank, ranks
-
-
-def reserve(nbytes: int, rank: int) -> None:
-    """Make NVSHMEM reserve `nbytes`, or as much more as the environment asks for; HeapMemoryError if that is less."""
-    asked = os.environ.get(_SIZE)
-    if asked is None:
-        os.environ[_SIZE] = str(nbytes)
-    elif bytes_of(asked) < nbytes:
+    name, needed = (_STATIC_BYTES if _is_set(environment, _STATIC) else _MOST), nbytes + _INTERNAL
+    if name == _MOST:
+        step = _LEAST_STEP
+        while step < _USUAL_STEP and 64 * step < nbytes:  # so that less than 1/32 is lost
+            step *= 2
+        environment.setdefault(_GRANULARITY, str(step))
+        needed = nbytes + _INTERNAL + bytes_of(environment[_GRANULARITY])
+    asked = environment.get(name)
+    if asked is not None and bytes_of(asked) < needed:
         raise HeapMemoryError(
-            f"rank {rank}: the environment sets {_SIZE}={asked}, but the heaps need {nbytes} bytes; unset it"
+            f"rank {rank}: the environment sets {name}={asked}, but NVSHMEM needs {needed} bytes; unset it"
         )
+    if name == _STATIC_BYTES or needed > _USUAL_MOST:
+        environment.setdefault(name, str(needed))
+    if interface is not None:
+        environment.setdefault(_INTERFACE, interface)
+
+
+def _is_set(environment: MutableMapping[str, str], name: str) -> bool:
+    return environment.get(name, "0").strip().lower() not in ("", "0", "n", "no", "f", "false")
 
 
 def bytes_of(text: str) -> int:
@@ -100,22 +87,122 @@ def bytes_of(text: str) -> int:
     return int(float(word.rstrip("KMGT")) * scale)
 
 
-def exchange_id(library: Any, store: KeyValues, rank: int) -> Any:
-    """NVSHMEM's unique id, made by rank 0 and left in the store; WaitTimeoutError if it does not come in time."""
-    import numpy as np
+def make_id() -> bytes:
+    """A unique id, with which every rank of the job starts. On one rank."""
+    with _serial:
+        uid = core().get_unique_id()
+    return bytes(_bytes_at(uid.ptr))
 
-    key = "odc/nvshmem/id"
-    if rank == 0:
-        uid = library.get_unique_id()
-        store.set(key, uid._data.tobytes())
-        return uid
-    late = (
-        f"rank {rank}, waiting for rank 0 to start NVSHMEM: it has left no id in {store.timeout_s:g} s; every rank "
-        "must run the same model on the same kind of device"
-    )
-    uid = library.get_unique_id(empty=True)
-    uid._data.view(np.uint8)[:] = np.frombuffer(store.await_key(key, late, culprit=0), np.uint8)
-    return uid
+
+def _bytes_at(address: int) -> Any:
+    import ctypes
+
+    return (ctypes.c_char * ID_BYTES).from_address(address)
+
+
+class Library:
+    """NVSHMEM, started in this process: a collective of all `ranks` ranks of the job, on the main thread.
+
+    `device` is current and `uid` comes from `make_id`. Any thread that has the device may call any method.
+
+    Attributes:
+        base: address of the slab of `nbytes` bytes, which lies at this distance from every address inside it on every
+            rank. Its memory is this process's until `finalize`.
+    """
+
+    def __init__(self, uid: bytes, rank: int, ranks: int, device: torch.device, nbytes: int) -> None:
+        global _started
+        library = core()
+        from cuda.core import Device
+        from nvshmem import bindings
+
+        self.rank, self.ranks, self.device, self.nbytes = rank, ranks, device, nbytes
+        self._bindings = bindings
+        here = Device(device.index)
+        here.set_current()
+        with _serial:
+            empty = library.get_unique_id(empty=True)
+            _bytes_at(empty.ptr)[:] = uid
+            library.init(device=here, uid=empty, rank=rank, nranks=ranks, initializer_method="uid")
+            self.base = int(bindings.malloc(nbytes))
+        if not self.base:
+            raise HeapMemoryError(f"rank {rank}: a rank's NVSHMEM has not allocated {nbytes} bytes of its device")
+        _started = self
+
+    def holds(self, memory: torch.Tensor) -> bool:
+        """Whether `memory`, uint8 [n], lies in this rank's slab."""
+        return self.base <= memory.data_ptr() and memory.data_ptr() + memory.numel() <= self.base + self.nbytes
+
+    def view(self, address: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] at an address of the slab, of this rank's or a peer's; not to be touched after `finalize`."""
+        return torch.as_tensor(_View(address, nbytes), device=self.device)
+
+    def pointer(self, address: int, rank: int) -> int:
+        """Where `rank` (global) has what this rank has at `address` of its slab; 0 where no pointer leads there."""
+        with _serial:
+            return int(self._bindings.ptr(address, rank))
+
+    def get(self, into: torch.Tensor, offset: int, rank: int) -> None:
+        """Fill `into`, in this rank's slab, from the slab of `rank`, `offset` bytes from its start.
+
+        Does not wait: the bytes are there once the current stream, which no other thread uses, is past this call.
+        """
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        with _serial:
+            self._bindings.getmem_nbi_on_stream(into.data_ptr(), self.base + offset, into.numel(), rank, stream)
+            self._bindings.quiet_on_stream(stream)
+
+    def finalize(self) -> None:
+        """Give the memory back: a collective of all ranks, after which no view may be used."""
+        global _started
+        with _serial:
+            core().finalize()
+        _started = None
+
+
+class _View:
+    """Device memory, as torch takes it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+        }
+
+
+def started() -> Library | None:
+    """NVSHMEM of this process, while it is started."""
+    return _started
+
+
+@dataclass(frozen=True)
+class SlabPiece:
+    """What one heap takes of the slab on each of its `ranks`."""
+
+    offset: int
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+def place_piece(taken: list[SlabPiece], nbytes: int, ranks: tuple[int, ...], room: int) -> SlabPiece | None:
+    """The first piece of a slab of `room` bytes that is free on all of `ranks`; None if there is none.
+
+    Heaps that share no rank may lie at the same offset.
+    """
+    end, size = 0, slab_bytes(nbytes)
+    for piece in sorted((piece for piece in taken if not set(ranks).isdisjoint(piece.ranks)), key=lambda p: p.offset):
+        if piece.offset - end >= size:
+            break
+        end = max(end, piece.offset + piece.nbytes)
+    return SlabPiece(end, size, ranks) if end + size <= room else None
+
+
+def slab_bytes(nbytes: int) -> int:
+    """What a heap of so many bytes takes of a slab, in which each starts on one of the driver's large pages."""
+    return round_up(nbytes, _LEAST_STEP)
 
 
 def initialize_kernels() -> None:
@@ -144,67 +231,5 @@ def _initialize(function: Any, device: int, key: Any) -> None:
 
     kernel = function.device_caches[device][0][key]
     _ = kernel.run  # loads the module
-    bindings.cumodule_init(int(kernel.module))
-
-
-class NvshmemHeap(CudaHeap):
-    """A `CudaHeap` whose data lies in NVSHMEM's symmetric memory; `start` comes first.
-
-    `seal` is a collective of all ranks of the job: its `group` is the world, and `meet` is called first.
-    """
-
-    def seal(self, fingerprint: str = "") -> None:
-        if _started is None:
-            raise UnsupportedError(f"{self._who()}: NVSHMEM was not started in this process")
-        if self.ranks != tuple(range(_started[1])):
-            raise UnsupportedError(
-                f"{self._who()}: NVSHMEM's memory belongs to all {_started[1]} ranks of the job, in their order, but "
-                f"this heap belongs to ranks {self.ranks}"
-            )
-        super().seal(fingerprint)
-
-    def _create(self, nbytes: int) -> torch.Tensor:
-        self._meet()
-        try:
-            local: torch.Tensor = core().bytetensor((nbytes,), dtype=torch.uint8)
-        except Exception as error:  # nvshmem4py has error types of its own
-            raise HeapMemoryError(
-                f"{self._who()}: NVSHMEM does not have {nbytes} bytes left of its reserved memory: {error}"
-            ) from error
-        _kept.append(local)
-        local.zero_()
-        torch.cuda.current_stream(self.device).synchronize()
-        return local
-
-    def _map(self, local: torch.Tensor) -> dict[int, torch.Tensor]:
-        peers = {member: _peer(local, rank, local[:0]) for member, rank in enumerate(self.ranks) if member != self.me}
-        return peers | {self.me: local}
-
-    def _base(self, member: int) -> torch.Tensor:
-        base = super()._base(member)
-        if not base.numel():
-            raise UnsupportedError(
-                f"{self._who()}: rank {self.ranks[member]} is on another host, so its memory has no address here; "
-                "only kernels can reach it"
-            )
-        return base
-
-    def base_addresses(self) -> torch.Tensor:
-        """As in the protocol, with 0 for members that no pointer reaches."""
-        bases = [super(NvshmemHeap, self)._base(member) for member in range(len(self.ranks))]
-        return torch.tensor([base.data_ptr() if base.numel() else 0 for base in bases], dtype=torch.int64)
-
-    def symmetric(self, make: Callable[[int, torch.Tensor], Any]) -> Any:
-        """`make(local address, int32 [members] of PE numbers on the device)`: `odc.kernels.Symmetric` for launches."""
-        local = super()._base(self.me)
-        return make(local.data_ptr(), torch.tensor(self.ranks, dtype=torch.int32, device=local.device))
-
-
-def _peer(local: torch.Tensor, rank: int, empty: torch.Tensor) -> torch.Tensor:
-    """A peer's copy of `local`, or `empty` where no pointer reaches it."""
-    from nvshmem import bindings
-
-    if not bindings.ptr(local.data_ptr(), rank):
-        return empty
-    view: torch.Tensor = core().get_peer_tensor(local, rank)
-    return view
+    with _serial:
+        bindings.cumodule_init(int(kernel.module))

@@ -13,7 +13,7 @@ import os
 import stat
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -34,11 +34,15 @@ _LENGTH = struct.Struct("<q")
 
 @dataclass(frozen=True)
 class Attachment:
-    """A peer's heap as its server handed it over: descriptor, size and digest of its layout. The receiver owns `fd`."""
+    """A peer's heap as its server handed it over: descriptor, size and digest of its layout.
+
+    `others` are descriptors of what the peer has elsewhere. The receiver owns all of them.
+    """
 
     fd: int
     nbytes: int
     digest: str
+    others: tuple[int, ...] = ()
 
 
 class ShmHeap(NamedHeap):
@@ -67,6 +71,9 @@ class ShmHeap(NamedHeap):
         self._connect, self._deadline_s, self._probe = connect, deadline_s, probe
         self._requests: dict[str, Request] = {}
         self._fd = self._read_only = -1
+        #: Descriptors that peers get beside `fd`, of memory elsewhere. The heap owns them; set before `seal`.
+        self.other_fds: tuple[int, ...] = ()
+        self._peers_other_fds: dict[int, tuple[int, ...]] = {}
         self._closed = False
         self._mappings: list[Mapping | None] = [None] * len(self.ranks)
         self._locks = [threading.Lock() for _ in self.ranks]
@@ -187,14 +194,24 @@ class ShmHeap(NamedHeap):
     def _attach_now(self, member: int) -> Mapping:
         mappings = self._mappings  # `close` replaces it
         attachment = self._connect(member)
+        self._peers_other_fds[member] = attachment.others
         try:
             self._refuse_other_layout(member, attachment)
             mapping = Mapping(attachment.fd, attachment.nbytes)
+            mapping.prefault(fresh=False)
+        except BaseException:
+            _close(self.take_other_fds(member))
+            raise
         finally:
             os.close(attachment.fd)
-        mapping.prefault(fresh=False)
+        if self._closed:  # meanwhile
+            _close(self.take_other_fds(member))
         mappings[member] = mapping
         return mapping
+
+    def take_other_fds(self, member: int) -> tuple[int, ...]:
+        """The `other_fds` of a peer that was attached, once: the caller closes them. Empty afterwards."""
+        return self._peers_other_fds.pop(member, ())
 
     def _refuse_other_layout(self, member: int, theirs: Attachment) -> None:
         size = os.fstat(theirs.fd).st_size
@@ -243,13 +260,19 @@ class ShmHeap(NamedHeap):
 
     def close(self) -> None:
         self._closed = True
-        descriptors, self._fd, self._read_only = (self._fd, self._read_only), -1, -1
-        for fd in descriptors:
-            if fd >= 0:
-                os.close(fd)
+        descriptors, self._fd, self._read_only = (self._fd, self._read_only, *self.other_fds), -1, -1
+        self.other_fds = ()
+        _close(fd for fd in descriptors if fd >= 0)
+        for member in range(len(self.ranks)):
+            _close(self.take_other_fds(member))
         # Views hold their mapping, so the memory is released with the last of them.
         self._mappings = [None] * len(self.ranks)
         self._words = {}
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
 
 
 def _read_description(fd: int, size: int) -> str:

@@ -111,6 +111,14 @@ class Words:
         with _counting:
             self.store(i, self.load(i) + delta)
 
+    def as_bytes(self, offset: int, nbytes: int) -> memoryview:
+        """Some of their bytes, from `offset` on. As with `as_tensor` nothing is ordered; torch has no part in it."""
+        if not 0 <= offset <= offset + nbytes <= 8 * self._count:
+            raise IndexError(f"bytes {offset} to {offset + nbytes} of {self._count} words")
+        buffer = (ctypes.c_ubyte * nbytes).from_address(self._address + offset)
+        buffer.keepalive = self._keepalive  # type: ignore[attr-defined]  # the view holds the buffer
+        return memoryview(buffer).cast("B")
+
     def as_tensor(self) -> torch.Tensor:
         """int64 [count] view for bulk reads and writes. These order nothing: load or store a word around them."""
         if not self._count:

@@ -8,15 +8,19 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Protocol, cast
 
 import torch
 
 from odc.errors import UnsupportedError, install
+from odc.memory import Lanes
 from odc.movers import cpu
+from odc.movers.patches import PackedUnit, Patches
 from odc.settings import Settings
 
+LAUNCHING = ("fetch", "push", "server")  # lanes in which odc's threads launch kernels
 _CPU = torch.device("cpu")
 _BUILD = "triton builds its driver with a C compiler and Python's headers; see `odc doctor --need kernels`"
 _log = logging.getLogger(__name__)
@@ -30,6 +34,9 @@ class DataMover(Protocol):
 
     def publish(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """Copy each shard to its place in the published buffer, converting."""
+
+    def zero(self, totals: Sequence[torch.Tensor]) -> None:
+        """Fill accumulators of this rank with zeros."""
 
     def gather(
         self,
@@ -60,15 +67,18 @@ class DataMover(Protocol):
 class DeviceMover(DataMover, Protocol):
     """What moves data on a device besides: whole units, from and to all owners at once.
 
-    `atomic`: whether `accumulate` and `accumulate_all` add atomically, so that pushers need no lock.
+    `atomic`: whether `accumulate` and `accumulate_all` add atomically, so that pushers need no lock. `packs`: whether
+    `pack` and `patches` work.
     """
 
     atomic: bool
+    packs: bool
 
     def prepare(
         self, device: torch.device, dtypes: Iterable[tuple[torch.dtype, torch.dtype | None]], atomic: bool
     ) -> None:
-        """Compile and load what the calls below launch; with `atomic`, atomic adds to peers as well.
+        """Compile and load what the calls below launch, and make what they need of memory in the current lane; with
+        `atomic`, atomic adds to peers as well.
 
         `dtypes` are pairs: of parameters and their gradients, and of the sums of these, None where there are none.
 
@@ -114,8 +124,20 @@ class DeviceMover(DataMover, Protocol):
     ) -> None:
         """As `stage`, one owner's part added to its accumulator, 1-D; no other thread adds meanwhile."""
 
+    def pack(self, units: Sequence[PackedUnit], found: torch.Tensor) -> None:
+        """As `publish`, of all units; and write for each what has changed since the version before.
+
+        Adds to `found[i]`, int32, a quarter of the bytes of unit i's records, which follow its directory: nothing if
+        nothing has changed. If the two are more than their memory holds, that holds anything.
+        """
+
+    def patches(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> Patches:
+        """Of a unit with these parameters: byte offset in the shard, elements and their bytes. On the training thread,
+        which then has compiled and loaded what patches launch.
+        """
+
     def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
-        """Make `found`, int32 [1], not 0 if a shard, converted, is not what its published place holds, bit for bit.
+        """Make `found[i]`, int32, not 0 if shard i, converted, is not what its published place holds, bit for bit.
 
         Takes a few MiB of memory at most, however large the shards are.
         """
@@ -146,6 +168,31 @@ def mover_for(settings: Settings, device: torch.device = _CPU, own: int = 0) -> 
     return triton
 
 
+def prepare_mover(
+    mover: DataMover,
+    settings: Settings,
+    device: torch.device,
+    own: int,
+    lanes: Lanes,
+    dtypes: Iterable[tuple[torch.dtype, torch.dtype | None]],
+    atomic: bool,
+) -> DataMover:
+    """Prepare `mover` for odc's lanes; as of `mover_for`, torch takes its place with "auto" if one of its kernels
+    cannot be compiled or launched, with a warning. On the training thread. Returns the mover to use.
+    """
+    try:
+        for name in LAUNCHING:
+            with lanes.lane(name):
+                device_mover(mover).prepare(device, dtypes, atomic)
+        return mover
+    except Exception as error:
+        if settings.kernels != "auto" or not getattr(mover, "atomic", False):
+            raise
+        _warn(device, f"{type(error).__name__}: {error}".splitlines()[0])
+    plain = replace(settings, kernels="torch")
+    return prepare_mover(mover_for(plain, device, own), plain, device, own, lanes, dtypes, False)
+
+
 def device_mover(mover: DataMover) -> DeviceMover:
     """The mover of a heap on a device, by its whole type."""
     return cast(DeviceMover, mover)
@@ -157,8 +204,12 @@ def _kernels_run(device: torch.device) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     if why := _failure(device):
-        _log.warning("odc's kernels do not run on %s, torch's take their place: %s; %s", device, why, _BUILD)
+        _warn(device, why)
     return not why
+
+
+def _warn(device: torch.device, why: str) -> None:
+    _log.warning("odc's kernels do not run on %s, torch's take their place: %s; %s", device, why, _BUILD)
 
 
 @cache

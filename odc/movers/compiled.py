@@ -10,15 +10,27 @@ from typing import Any
 
 import torch
 
-from odc.kernels import GatherPlan, ScatterPlan, add_all, differ, fixed_rows, pointer_table
+from odc.kernels import (
+    GatherPlan,
+    PatchPlan,
+    ScatterPlan,
+    UnitChanges,
+    add_all,
+    differ,
+    fixed_rows,
+    pack,
+    passing_table,
+    reserve_tables,
+)
 from odc.movers import driver, triton
 from odc.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources, Sums, Values
+from odc.movers.patches import PackedUnit
 
 
 class CompiledMover(CudaMover):
     """A `DeviceMover` whose adds, copies of this rank's shards and copies of peers' small pieces are kernels."""
 
-    atomic = True
+    atomic = packs = True
 
     def __init__(self, own: int, copy_engine_bytes: int, copy_all: CopyAll = driver.copy_all) -> None:
         super().__init__(own, copy_engine_bytes, copy_all)
@@ -32,6 +44,7 @@ class CompiledMover(CudaMover):
 
     def prepare(self, device: torch.device, dtypes: Sums, atomic: bool) -> None:
         """See `DeviceMover.prepare`: each kernel is launched on one number. Its blocks do not depend on sizes."""
+        reserve_tables(device)
         for dtype, total in dict.fromkeys(dtypes):
             value = torch.zeros(1, dtype=dtype, device=device)
             memory = value.view(torch.uint8)
@@ -42,12 +55,20 @@ class CompiledMover(CudaMover):
             ways: list[tuple[torch.Tensor, dict[str, Any]]] = [(memory, {}), (sums, {"to": total, "alone": True})]
             for target, way in [*ways, (sums, {"to": total})] if atomic else ways:
                 plan = ScatterPlan((1,), (1,), (0,), dtype, 1, device, **way)
-                plan.run([value.data_ptr()], pointer_table([target.data_ptr()], device), 0, 1)
+                plan.run([value.data_ptr()], passing_table([target.data_ptr()], device), 0, 1)
             add_all([sums], [[value]])
 
     def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
         """See `DeviceMover.add_all`; one launch a pair of dtypes."""
         add_all(places, values)
+
+    def pack(self, units: Sequence[PackedUnit], found: torch.Tensor) -> None:
+        """See `DeviceMover.pack`; one launch a pair of dtypes, for all units."""
+        pack([UnitChanges(*unit) for unit in units], found)
+
+    def patches(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> PatchPlan:
+        """See `DeviceMover.patches`; a patch is one launch, and one more if some elements have a byte and some more."""
+        return PatchPlan(params, device, make_rows=fixed_rows)
 
     def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
         """See `DeviceMover.differ`; one launch a pair of dtypes, and no memory."""
@@ -66,7 +87,7 @@ class CompiledMover(CudaMover):
         bases = [0] * shards
         for shard, memory in sources:
             bases[shard] = memory.data_ptr()
-        table, order = pointer_table(bases, device), [shard for shard, _ in sources]
+        table, order = passing_table(bases, device), [shard for shard, _ in sources]
         if large_came:
             if copies.small:
                 plan, some = self._plan(copies, True, outs, offsets, shards), [outs[i].data_ptr() for i in copies.small]
@@ -154,7 +175,7 @@ class CompiledMover(CudaMover):
         bases = [0] * shards
         for shard, memory in memories:
             bases[shard] = memory.data_ptr()
-        table = pointer_table(bases, device)
+        table = passing_table(bases, device)
         for first, count in _runs([shard for shard, _ in memories], shards):
             plan.run(values.addresses, table, first, count)
 

@@ -17,6 +17,12 @@ def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> N
     torch._foreach_copy_(list(places), list(shards))
 
 
+def zero(totals: Sequence[torch.Tensor]) -> None:
+    """See `DataMover.zero`."""
+    for total in totals:
+        total.zero_()
+
+
 def gather(
     outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, sources: Sequence[tuple[int, torch.Tensor]]
 ) -> None:

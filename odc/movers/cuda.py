@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from odc.movers import cpu, driver
+from odc.movers.patches import PackedUnit, Patches
 
 _COMPARED = 4 << 20  # elements at a time: what a comparison of shards with what was published takes beside them
 
@@ -68,19 +69,26 @@ class CudaMover:
     `own` is this rank's shard index: no copy engine is needed for its memory, and none is as fast there as a kernel.
     """
 
-    atomic = False
+    atomic = packs = False
 
     def __init__(self, own: int, copy_engine_bytes: int, copy_all: CopyAll = driver.copy_all) -> None:
         self._own, self._least, self._copy_all = own, copy_engine_bytes, copy_all
         self._copies: dict[tuple[tuple[int, ...], tuple[int, ...], int], EngineCopies] = {}
 
     publish = staticmethod(cpu.publish)
+    zero = staticmethod(driver.zero)
     put = staticmethod(driver.copy)
     add = staticmethod(cpu.add)
     accumulate = staticmethod(cpu.add)
 
     def prepare(self, device: torch.device, dtypes: Sums, atomic: bool) -> None:
-        """See `DeviceMover.prepare`; torch compiles nothing."""
+        """See `DeviceMover.prepare`; torch compiles nothing, and loads a kernel when it is first launched."""
+        for dtype, total in dict.fromkeys(dtypes):
+            value = torch.zeros(1, dtype=dtype, device=device)
+            torch._foreach_copy_([torch.zeros_like(value)], [value])
+            value.view(torch.uint8).zero_()
+            if total is not None:
+                torch._foreach_add_([torch.zeros(1, dtype=total, device=device)], [value])
 
     def gather(self, outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, sources: Sources) -> None:
         """See `DataMover.gather`."""
@@ -163,10 +171,18 @@ class CudaMover:
         """See `DeviceMover.accumulate_all`; torch adds nothing atomically."""
         raise NotImplementedError("torch adds nothing atomically")
 
+    def pack(self, units: Sequence[PackedUnit], found: torch.Tensor) -> None:
+        """See `DeviceMover.pack`; torch would allocate and wait for sizes."""
+        raise NotImplementedError("torch packs no changes")
+
+    def patches(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> Patches:
+        """See `DeviceMover.patches`."""
+        raise NotImplementedError("torch packs no changes")
+
     def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
         """See `DeviceMover.differ`; a few MiB at a time."""
-        for place, shard in zip(places, shards, strict=True):
+        for i, (place, shard) in enumerate(zip(places, shards, strict=True)):
             for start in range(0, place.numel(), _COMPARED):
                 part = slice(start, start + _COMPARED)
                 published, now = place[part].view(torch.uint8), shard[part].to(place.dtype).view(torch.uint8)
-                found.bitwise_or_((published != now).any())
+                found[i].bitwise_or_((published != now).any())

@@ -1,4 +1,4 @@
-"""Copies by CUDA's driver, between any device addresses that this process has mapped. Nothing here waits.
+"""Copies and zeros by CUDA's driver, at any device addresses that this process has mapped. Nothing here waits.
 
 The copy engine does them, which takes no multiprocessor from compute. Many copies are one call where the driver has
 `cuMemcpyBatchAsync` (CUDA 12.8 and newer); elsewhere they are asked for one by one.
@@ -7,16 +7,17 @@ The copy engine does them, which takes no multiprocessor from compute. Many copi
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
 import torch
 
 from odc.errors import OdcError
+from odc.memory.driver_calls import NO_CONTEXT, DriverError, call
 
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT, in a thread that has not called CUDA's runtime yet
 _STREAM_ORDER, _OVERLAP_COMPUTE = 1, 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-_u64, _size = ctypes.c_uint64, ctypes.c_size_t
+_size = ctypes.c_size_t
 
 
 class _Attributes(ctypes.Structure):
@@ -31,17 +32,11 @@ class _Attributes(ctypes.Structure):
 
 
 @cache
-def _copy_function() -> ctypes._FuncPointer:
-    """`cuMemcpyAsync`."""
-    function = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
-    function.argtypes = [_u64, _u64, _size, ctypes.c_void_p]
-    function.restype = ctypes.c_int
-    return function
-
-
-@cache
 def _batch_function() -> ctypes._FuncPointer | None:
-    """`cuMemcpyBatchAsync` as of CUDA 12.8, which later drivers keep under this name; None where there is none."""
+    """`cuMemcpyBatchAsync` as of CUDA 12.8, which later drivers keep under this name; None where there is none.
+
+    By ctypes, which takes addresses of whole arrays: `cuda.bindings` makes lists of Python's numbers of them.
+    """
     function = getattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyBatchAsync", None)
     if function is not None:
         pointer = ctypes.c_void_p
@@ -52,13 +47,21 @@ def _batch_function() -> ctypes._FuncPointer | None:
 
 def copy(target: int, source: int, nbytes: int) -> None:
     """Copy bytes in the current stream; OdcError with CUDA's number if the driver refuses."""
-    function, stream = _copy_function(), torch.cuda.current_stream()
-    code = function(target, source, nbytes, stream.cuda_stream)
-    if code == _NO_CONTEXT:
-        stream.query()  # any call of CUDA's runtime gives a thread its context, the driver's own calls do not
-        code = function(target, source, nbytes, stream.cuda_stream)
-    if code:
-        raise OdcError(f"a copy of {nbytes} bytes on the device was refused: CUDA error {code}")
+    try:
+        call("cuMemcpyAsync", target, source, nbytes, torch.cuda.current_stream().cuda_stream)
+    except DriverError as error:
+        raise OdcError(f"a copy of {nbytes} bytes on the device was refused: {error}") from error
+
+
+def zero(tensors: Iterable[torch.Tensor]) -> None:
+    """Fill contiguous tensors of four-byte or wider elements with zeros in the current stream; raises as `copy`."""
+    stream = torch.cuda.current_stream().cuda_stream
+    for tensor in tensors:
+        if nbytes := tensor.nbytes:
+            try:
+                call("cuMemsetD32Async", tensor.data_ptr(), 0, nbytes // 4, stream)
+            except DriverError as error:
+                raise OdcError(f"zeroing {nbytes} bytes on the device was refused: {error}") from error
 
 
 def copy_all(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> None:
@@ -85,7 +88,7 @@ def _in_one_call(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) ->
     arrays = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
     rest = *_BATCH, stream.cuda_stream
     code = function(*arrays, len(sizes), *rest)
-    if code == _NO_CONTEXT:
+    if code == NO_CONTEXT:
         stream.query()
         code = function(*arrays, len(sizes), *rest)
     if code:

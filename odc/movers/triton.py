@@ -14,9 +14,10 @@ import torch
 from odc.kernels import accumulate as accumulate_pieces
 from odc.kernels import add as add_pairs
 from odc.kernels import gather as gather_unit
-from odc.kernels import pointer_table, refuse_compiled
+from odc.kernels import passing_table, refuse_compiled
 from odc.kernels import publish as publish_shards
 from odc.kernels import put as put_values
+from odc.movers import cpu
 
 
 def refuse_unusable(device: torch.device) -> None:
@@ -36,12 +37,15 @@ def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> N
     publish_shards(places, shards)
 
 
+zero = cpu.zero
+
+
 def gather(
     outs: Sequence[torch.Tensor], offsets: Sequence[int], shards: int, sources: Sequence[tuple[int, torch.Tensor]]
 ) -> None:
     """See `DataMover.gather`; one launch."""
     memory = dict(sources)  # held: the memory stays mapped while it is copied
-    table = pointer_table([memory[shard].data_ptr() for shard in range(shards)], outs[0].device)
+    table = passing_table([memory[shard].data_ptr() for shard in range(shards)], outs[0].device)
     gather_unit(outs, offsets, table, first=next(iter(memory)))
 
 
@@ -61,5 +65,5 @@ def accumulate(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
     first = places[0].data_ptr()
     offsets = [(place.data_ptr() - first) // place.itemsize for place in places]
     numels = [value.numel() for value in values]
-    table = pointer_table([first], places[0].device)
+    table = passing_table([first], places[0].device)
     accumulate_pieces(values, numels, offsets, table, dtype=places[0].dtype)

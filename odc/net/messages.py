@@ -74,6 +74,13 @@ class ReadableSums:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardVersions:
+    """Which versions of its shards the sender publishes: words of all its units; before PUBLISHED."""
+
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RankEnded:
     """A rank of the job, which may not be the sender, has ended because of `culprit`."""
 
@@ -90,7 +97,16 @@ class Watching:
 
 
 Message = (
-    StoredWord | GivenReason | GivenUp | PushCounts | EntryWords | TakenWords | ReadableSums | RankEnded | Watching
+    StoredWord
+    | GivenReason
+    | GivenUp
+    | PushCounts
+    | EntryWords
+    | TakenWords
+    | ReadableSums
+    | ShardVersions
+    | RankEnded
+    | Watching
 )
 
 

@@ -23,9 +23,10 @@ from odc.deadlines import (
 )
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net.conversation import Conversation, HungUpError, converse
-from odc.net.engines.connections import Check, no_check
+from odc.net.engines.connections import Check, Dial, no_check
 from odc.net.engines.engine import PURPOSE, Engine
-from odc.net.engines.nixl import make_engine
+from odc.net.engines.nixl import NixlEngine, choose_engine
+from odc.net.engines.nvshmem import NvshmemEngine
 from odc.net.handshake import (
     READER,
     Admitted,
@@ -182,6 +183,15 @@ class HostNetwork:
         self._listener.close()
         if self._engine is not None:
             self._engine.close()
+
+
+def make_engine(settings: Settings, me: int, dial: Dial, address: str) -> Engine:
+    """The engine of rank `me` (global). `address` is this host's, and `dial` connects to other ranks."""
+    if settings.memory == "nvshmem" and settings.engine == "auto":
+        return NvshmemEngine(me, dial, settings.timeout_s, settings.lost_after_s)
+    if choose_engine(settings.engine) == "nixl":
+        return NixlEngine(me, dial, settings.timeout_s, address, settings.lost_after_s)
+    return Engine(me, dial, settings.timeout_s, settings.lost_after_s)
 
 
 def dial(

@@ -208,7 +208,7 @@ class DeviceDrain:
                 places.setdefault(key, []).append(block.values)
         lanes = layout.heap.lanes
         with lanes.lane("server"):
-            for turn in _turns(places):
+            for turn in _turns(places) if len(places) > 1 else [list(places)]:
                 totals = [layout.mine.accumulator(layout.units[unit])[first:end] for unit, first, end, _ in turn]
                 device_mover(layout.mover).add_all(totals, [places[key] for key in turn])
             return _Batch(batches, begin, lanes.mark())

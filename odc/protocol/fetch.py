@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -11,17 +12,33 @@ from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
 
 
+class VersionedPublish(Protocol):
+    """Publishes shards beside what has changed of them; see `odc.protocol.changes`."""
+
+    def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int) -> None:
+        """Copy the shards, by unit and parameter, to where peers can read them. Does not wait."""
+
+    def note(self, epoch: int) -> None:
+        """Store the words of what has changed; `publish` has settled."""
+
+
 class PublishedShards:
     """The published shards of one root. `publish` on the rank's main thread, `fetch` on the fetch thread as well.
 
-    `prefill(unit, lane)` brings what lies on other nodes, once it is published, to its `HeapLayout.holder` here.
+    `prefill(unit, lane)` brings what lies on other nodes, once it is published, to its `HeapLayout.holder` here;
+    `changes` are for other hosts, where `HeapLayout.says_changes`.
     """
 
-    def __init__(self, protocol: MemberProtocol, prefill: Callable[[UnitSpec, str], None] | None = None) -> None:
+    def __init__(
+        self,
+        protocol: MemberProtocol,
+        prefill: Callable[[UnitSpec, str], None] | None = None,
+        changes: VersionedPublish | None = None,
+    ) -> None:
         self._protocol, self._layout = protocol, protocol.layout
         self.count = protocol.grid.shards  # shards of each parameter
         self._owners = protocol.grid.shard_group_from_next()
-        self._prefill = prefill
+        self._prefill, self._changes = prefill, changes
         self._sources = [(owner % self.count, self._layout.holder(owner)) for owner in self._owners]
 
     @torch.no_grad()
@@ -32,14 +49,16 @@ class PublishedShards:
         whether its accumulator was added to since it was last zeroed. Does not wait: no peer may read or push any
         more.
         """
-        layout, mine = self._layout, self._layout.mine
+        layout = self._layout
         epoch = self._protocol.begin_publishing()
-        for unit, tensors in zip(layout.units, shards, strict=True):
-            layout.mover.publish([mine.published(unit, i, epoch) for i in range(len(unit.params))], tensors)
-        for unit, used in zip(layout.units, dirty, strict=True):
-            for total in (mine.accumulator(unit), *layout.node_sums(unit)) if used else ():
-                total.zero_()
+        if self._changes is None:
+            layout.mover.publish(layout.published(epoch), [shard for tensors in shards for shard in tensors])
+        else:
+            self._changes.publish(shards, epoch)
+        layout.clear([unit for unit, added_to in zip(layout.units, dirty, strict=True) if added_to])
         layout.heap.lanes.settle()
+        if self._changes is not None:
+            self._changes.note(epoch)
         self._protocol.end_publishing()
 
     def fetch(self, unit: UnitSpec, destinations: Sequence[torch.Tensor], *, lane: str = "main") -> int:

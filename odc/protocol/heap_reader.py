@@ -3,10 +3,50 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
 from odc.protocol.protocol import MemberProtocol
+
+
+def _nothing() -> None:
+    return
+
+
+@dataclass(frozen=True)
+class HeapRead:
+    """One read: `into` is filled with what lies from byte `offset` on in the `region` of `member`.
+
+    `into` is uint8 [n], in the heap of a rank of this host or in CPU memory of this rank. `what` names it in errors.
+    `then` is called once it has settled.
+    """
+
+    member: int
+    region: str
+    offset: int
+    into: torch.Tensor
+    what: str
+    then: Callable[[], None] = _nothing
+
+    @property
+    def nbytes(self) -> int:
+        return self.into.numel()
+
+
+@dataclass(frozen=True)
+class PassingRead:
+    """One read of `nbytes` that are not kept: `use` is called with them, uint8 [nbytes] on the heap's device and at 64
+    bytes, and has settled what it does with them when it returns. On a device they are no more than a landing holds.
+    """
+
+    member: int
+    region: str
+    offset: int
+    nbytes: int
+    what: str
+    use: Callable[[torch.Tensor], None]
 
 
 class HeapReader(ABC):
@@ -16,12 +56,15 @@ class HeapReader(ABC):
     """
 
     @abstractmethod
-    def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
-        """Fill `into` with what lies from byte `offset` on in the member's `region`.
-
-        `into` is uint8 [n], in the heap of a rank of this host or in CPU memory of this rank. Returns when it has
-        settled. `what` names it in errors.
+    def read_all(self, reads: Iterable[HeapRead | PassingRead]) -> None:
+        """Read one after the other; returns when all have settled. Two are in progress where they cross a network: the
+        next one is taken from `reads`, which may take its time, and begun before the `then`, or the `use`, of the last
+        one is called.
         """
+
+    def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
+        """Read once; returns when it has settled."""
+        self.read_all([HeapRead(member, region, offset, into, what)])
 
     @abstractmethod
     def claim(self) -> int:
@@ -38,10 +81,19 @@ class MappedHeaps(HeapReader):
     def __init__(self, protocol: MemberProtocol) -> None:
         self._protocol, self._layout = protocol, protocol.layout
 
-    def read(self, member: int, region: str, offset: int, into: torch.Tensor, what: str) -> None:
+    def read_all(self, reads: Iterable[HeapRead | PassingRead]) -> None:
+        for one in reads:
+            self._read_mapped(one)
+
+    def _read_mapped(self, one: HeapRead | PassingRead) -> None:
         heap = self._layout.heap
-        into.copy_(heap.tensor(member, region, torch.uint8, offset=offset, numel=into.numel()))
+        there = heap.tensor(one.member, one.region, torch.uint8, offset=one.offset, numel=one.nbytes)
+        if isinstance(one, PassingRead):
+            one.use(there)
+            return
+        one.into.copy_(there)
         heap.lanes.settle()
+        one.then()
 
     def claim(self) -> int:
         return self._protocol.claim_at_home()

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from odc.errors import UnsupportedError
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap
-from odc.movers.choice import device_mover, mover_for
+from odc.movers import changes, int8
+from odc.movers.choice import device_mover, mover_for, prepare_mover
+from odc.movers.patches import Patches
 from odc.protocol.grid import RankGrid, refuse_unsupported
 from odc.protocol.peers.local import LocalPeer
 from odc.protocol.peers.remote import NodeShare, RemotePeer
@@ -27,11 +30,14 @@ class HeapLayout(Regions):
         self, heap: SymmetricHeap, grid: RankGrid, units: Sequence[UnitSpec], settings: Settings, fingerprint: str
     ) -> None:
         self.heap, self.mover = heap, mover_for(settings, heap.device, grid.shard)
-        heap.adds_atomically = bool(getattr(self.mover, "atomic", True))
         refuse_unsupported(grid, kernels="auto" if heap.device.type == "cuda" else settings.kernels)
         super().__init__(grid, units, settings, heap.lanes.asynchronous)
         if heap.lanes.asynchronous:
             self._prepare_mover()
+        self.patches = self._make_patches() if self.says_changes and heap.lanes.asynchronous else []
+        heap.adds_atomically = bool(getattr(self.mover, "atomic", True))
+        if self.keeps_residuals:
+            int8.prepare()
         for name, nbytes in self.requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in DATA_REGIONS)
         mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
@@ -54,9 +60,28 @@ class HeapLayout(Regions):
             for unit in self.units
             for spec in unit.params
         ]
-        mover = device_mover(self.mover)
-        atomic = mover.atomic and (self.settings.accumulate == "direct" or self.grid.nodes.shards_span_hosts)
-        mover.prepare(self.heap.device, dtypes, atomic)
+        atomic = self.settings.accumulate == "direct" or self.grid.nodes.shards_span_hosts
+        atomic &= device_mover(self.mover).atomic
+        own, device, lanes = self.grid.shard, self.heap.device, self.heap.lanes
+        self.mover = prepare_mover(self.mover, self.settings, device, own, lanes, dtypes, atomic)
+        if self.rounded is not None:
+            torch.zeros(1, device=device).to(torch.bfloat16)  # torch's kernel for it is loaded
+
+    def _make_patches(self) -> list[Patches]:
+        """For each unit; kernels are compiled, and their lane is made, before another thread patches."""
+        mover, device = device_mover(self.mover), self.heap.device
+        if not mover.packs:
+            raise UnsupportedError(
+                f"rank {self.grid.rank}: Settings(changes='on') packs shards on {device} by odc's kernels, and "
+                "torch's copies are used; see `odc doctor --need kernels`"
+            )
+        with self.heap.lanes.lane("patch"):
+            return [
+                mover.patches(
+                    [(spec.published_offset, spec.numel, spec.dtype.itemsize) for spec in unit.params], device
+                )
+                for unit in self.units
+            ]
 
     def _initialize_mutexes(self, region: str) -> None:
         address, nbytes = self.heap.address(self.grid.me, region), 8 * len(self.heap.words(self.grid.me, region))
@@ -88,6 +113,11 @@ class HeapLayout(Regions):
     def mine(self) -> LocalPeer:
         return self.local(self.grid.me)
 
+    def published(self, epoch: int) -> list[torch.Tensor]:
+        """Where this rank's shards are published, in compute dtype: of every parameter of one unit after the other."""
+        mine = self.mine
+        return [mine.published(unit, i, epoch) for unit in self.units for i in range(len(unit.params))]
+
     def holder(self, member: int) -> LocalPeer | NodeShare:
         """Where this rank reads the shards of a member of its shard group, and adds gradients for it."""
         return self._shares.get(member) or self.local(member)
@@ -108,26 +138,74 @@ class HeapLayout(Regions):
         at = self.sums_at[unit.index] // unit.accumulator_dtype.itemsize
         return self.heap.tensor(member, f"sums/{row}", unit.accumulator_dtype, offset=at, numel=unit.numel)
 
-    def round_sums(self, unit: UnitSpec) -> None:
-        """Where sums are rounded: write `node_sums` to where they are read from. On any thread; they have settled."""
-        if (dtype := self.rounded) is None:
-            return
-        at, lanes = self.wire_at[unit.index] // dtype.itemsize, self.heap.lanes
+    def round_sums(self, units: Sequence[UnitSpec]) -> object:
+        """Where sums are rounded: write `node_sums` to where they are read from. On any thread; they have settled.
+
+        Does not wait: returns a mark of lane "server" that is reached when they are there; None if nothing is asked
+        for, or all done.
+        """
+        rounded, lanes = self.rounded, self.heap.lanes
+        if rounded is None:
+            return None
         with lanes.lane("server"):
-            for row, whole in enumerate(self.node_sums(unit)):
-                self.heap.tensor(self.grid.me, f"wire/{row}", dtype, offset=at, numel=whole.numel()).copy_(whole)
-            lanes.settle()
+            for unit in units:
+                for row, whole in enumerate(self.node_sums(unit)):
+                    rounded[unit.index].write(whole, self._wire(row, unit))
+            return lanes.mark()
+
+    def keep_residuals(self, used: Sequence[bool]) -> None:
+        """Where residuals are kept: note what of this epoch's `node_sums` has not crossed, which is rounded for good.
+
+        `used`: for each parameter of all units whether any rank has pushed it. On the main thread.
+        """
+        if self.rounded is None or not self.keeps_residuals:
+            return
+        for unit, one in zip(self.units, self.rounded, strict=True):
+            of_unit = used[self.param_base[unit.index] : self.param_base[unit.index + 1]]
+            for row, whole in enumerate(self.node_sums(unit) if any(of_unit) else ()):
+                one.keep(whole, self._wire(row, unit), self._residual(row, unit), of_unit)
+
+    def clear(self, units: Sequence[UnitSpec]) -> None:
+        """Zero this rank's accumulators and `node_sums`; where residuals are kept the sums begin with those instead."""
+        accumulators = [self.mine.accumulator(unit) for unit in units]
+        if not self.keeps_residuals:
+            self.mover.zero(accumulators + [total for unit in units for total in self.node_sums(unit)])
+            return
+        self.mover.zero(accumulators)
+        for unit in units:
+            for row, total in enumerate(self.node_sums(unit)):
+                total.copy_(self._residual(row, unit))
+
+    def _wire(self, row: int, unit: UnitSpec) -> torch.Tensor:
+        """uint8: the rounded sum for the `row`-th other node."""
+        at, end = self.wire_at[unit.index : unit.index + 2]
+        return self.heap.tensor(self.grid.me, f"wire/{row}", torch.uint8, offset=at, numel=end - at)
+
+    def _residual(self, row: int, unit: UnitSpec) -> torch.Tensor:
+        """fp32 [unit.numel]: what the `row`-th other node has not been sent yet."""
+        at = self.sums_at[unit.index] // 4
+        return self.heap.tensor(self.grid.me, f"residual/{row}", torch.float32, offset=at, numel=unit.numel)
 
     def arrived(self, number: int) -> torch.Tensor:
         """uint8: where what was read from the `number`-th of `contributors` lies, laid out by `wire_at`."""
         return self.heap.tensor(self.grid.me, f"arrived/{number}", torch.uint8)
 
-    @property
-    def landing(self) -> torch.Tensor | None:
-        """uint8: where this rank's reads for peers of its host land, on a device where shards span hosts."""
-        if not self._reads_land:
-            return None
-        return self.heap.tensor(self.grid.me, "landing", torch.uint8)
+    def landing(self, number: int) -> torch.Tensor:
+        """uint8 [landing_bytes]: one of `LANDINGS` places."""
+        return self.heap.tensor(self.grid.me, f"landing/{number}", torch.uint8)
+
+    def patch(self, unit: UnitSpec, shard: torch.Tensor, packed: torch.Tensor) -> None:
+        """Turn `shard`, a unit's in the node cache, into the version whose changes since its own are `packed`, once.
+
+        Returns when that is done. On any thread: on a device in lane "patch", which no compute comes before.
+        """
+        if not self.patches:
+            changes.patch(shard, packed)
+            return
+        lanes = self.heap.lanes
+        with lanes.lane("patch"):
+            self.patches[unit.index].run(shard, packed)
+            lanes.settle()
 
     def is_mine(self, memory: torch.Tensor) -> bool:
         """Whether `memory`, of the heap of a rank of this host, is of this rank's."""
@@ -135,11 +213,14 @@ class HeapLayout(Regions):
         return mine.data_ptr() <= memory.data_ptr() < mine.data_ptr() + mine.numel()
 
     @property
-    def published_range(self) -> range:
-        """Bytes of the heap that hold the published shards of all units, and nothing else."""
+    def readable_range(self) -> range:
+        """Bytes of the heap that hold what readers outside the job may read: the published shards of all units, what
+        has changed of them and the words of that, where there are any; on a device the shards alone.
+        """
         if not self.units:
             return range(0)
-        place, last = self.heap.layout, f"published/{len(self.units) - 1}"
+        changed = self.says_changes and not self._on_device
+        place, last = self.heap.layout, "versions" if changed else f"published/{len(self.units) - 1}"
         return range(place.offset("published/0"), place.offset(last) + place.size(last))
 
     def close(self) -> None:

@@ -30,11 +30,13 @@ from odc.protocol.check import ProtocolChecks
 from odc.protocol.layout import HeapLayout
 from odc.protocol.ring import RingWords
 from odc.protocol.sink import NoOtherHosts, WordSink
+from odc.protocol.units import UnitSpec
 from odc.protocol.wait import Waiter
 from odc.protocol.words import (
     ClaimWord,
     Outcome,
     RootState,
+    VersionWord,
     Word,
     decode_outcome,
     decode_stepped,
@@ -108,6 +110,20 @@ class MemberProtocol:
         self.epoch += 1
         self._stepped_before, self._stepped = self._stepped, False
         self.board.store(Word.PUBLISHED, self.epoch)  # release: shards and zeroed accumulators are visible before it
+
+    def note_version(self, unit: UnitSpec, packed: int, place: int, checksum: int) -> None:
+        """CHANGED and its neighbours: the epoch that is being published brings another shard of `unit`."""
+        versions, history = self.layout.mine.versions(unit), self.layout.mine.history(unit)
+        history[1:] = history[:-1].clone()
+        versions.store(VersionWord.BASE, versions.load(VersionWord.CHANGED))
+        versions.store(VersionWord.CHANGED, self.epoch + 1)
+        versions.store(VersionWord.PACKED, packed)
+        versions.store(VersionWord.CHECKSUM, checksum)
+        versions.store(VersionWord.PLACE, place)
+
+    def drop_changes(self, unit: UnitSpec, whole: int) -> None:
+        """PACKED: the epoch that is being published leaves the shard of `unit` as it is, but not its changes."""
+        self.layout.mine.versions(unit).store(VersionWord.PACKED, whole)
 
     # fetch and push ----------------------------------------------------------------------------------------------
 
@@ -348,7 +364,7 @@ class MemberProtocol:
         self.board.store(Word.MICROBATCH, 0)
 
     def count(self, word: Word, nbytes: int) -> None:
-        """FETCHED or PUSHED."""
+        """FETCHED, PUSHED or SAVED."""
         self.board.count(word, nbytes)
 
     def abort(self, reason: str, culprit: int) -> None:

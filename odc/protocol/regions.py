@@ -13,23 +13,26 @@ import torch
 
 from odc.errors import UnsupportedError
 from odc.memory import MUTEX_BYTES, round_up
+from odc.movers import changes
 from odc.protocol.grid import RankGrid
 from odc.protocol.peers.board import REASON_BYTES
+from odc.protocol.rounding import RoundedUnit
 from odc.protocol.units import UnitSpec
-from odc.protocol.words import BOARD_WORDS
+from odc.protocol.words import BOARD_WORDS, VERSION_WORDS, VERSIONS_KEPT
 from odc.settings import Settings
 
 HEADER_WORDS = 5  # of a staged block: unit, first element, elements, wire dtype, slot
 _BLOCK_BYTES = 1 << 20  # of a staging block on the CPU, where a block is added while the next one is copied
-STAGING_BYTES = 896 << 20  # of all rings that lead to one rank: with eight ranks on a host, slots of up to 64 MiB
+STAGING_BYTES = 896 << 20  # of all rings to one rank, with eight ranks on a host 2 x 64 MiB each; on the CPU, too
+LANDINGS = 2  # reads over the network that a thread has going: one comes while the other is copied on
 _LANDING_BYTES = 16 << 20
 WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DATA_REGIONS = frozenset(
-    {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived", "landing"}
+    {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived", "residual", "landing", "changes"}
 )  # on the heap's device, by the first part of their names; the others are words
 DATA_ACCOUNTS = frozenset({"published", "accumulator", "staging", "cache", "sums"})  # of the ledger: of these regions
 # Of regions, by the first part of their names.
-_ACCOUNTS = {"headers": "words", "arrived": "sums", "wire": "sums", "landing": "cache"}
+_ACCOUNTS = {"headers": "words", "arrived": "sums", "wire": "sums", "residual": "sums", "landing": "cache"}
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,12 @@ class Regions:
         shares: into which replicas divide what they accumulated, to sum one each; 1 where each sums all of it.
         sums_at: for each unit the bytes before its accumulators among the sums of all units, and the bytes of all.
         spans_hosts: whether shards lie on several hosts, each a node: sums leave as they are complete.
-        rounded: the dtype in which sums cross the network, if it is not the accumulators'.
+        rounded: for each unit how its sums are rounded as they cross the network; None where they cross whole.
+        keeps_residuals: whether what rounding takes off a sum is added to the next one.
         wire_at: as `sums_at`, of the sums as they cross.
+        says_changes: whether other hosts, and readers outside the job, may read what has changed of a shard instead of
+            the shard; on devices other hosts alone, and only where the settings ask for it, since "auto" has no measure
+            of a kernel's pace.
         stages: whether pushes to other ranks of the shard group go through staging slots.
     """
 
@@ -75,11 +82,20 @@ class Regions:
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
         self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts
+        spans, on = bool(grid.remote) and grid.nodes.shards_span_hosts, settings.changes == "on"
+        self.says_changes = bool(units) and (
+            on and spans if on_device else on or (spans and settings.changes == "auto")
+        )
         # Every rank of a host adds to its sums; in CPU memory to the accumulators there as well.
         self.stages = settings.accumulate == "server" and (self._on_device or not self.spans_hosts)
-        _refuse_rounding(self, settings.sums_dtype)
-        self.rounded = torch.bfloat16 if self.spans_hosts and settings.sums_dtype == "bfloat16" else None
-        self.sums_at, self.wire_at = self._starts(None), self._starts(self.rounded)
+        _refuse_rounding(self, settings.sums_dtype, on_device)
+        self.keeps_residuals = self.spans_hosts and settings.sums_dtype == "int8"
+        self.rounded: tuple[RoundedUnit, ...] | None = None
+        if self.spans_hosts and settings.sums_dtype != "accumulator":
+            self.rounded = tuple(_rounded(unit, self.keeps_residuals) for unit in self.units)
+        whole = [-(-unit.numel // self.shares) * unit.accumulator_dtype.itemsize for unit in self.units]
+        self.sums_at = _starts(whole)
+        self.wire_at = _starts(whole if self.rounded is None else [one.nbytes for one in self.rounded])
 
     def requests(self) -> list[tuple[str, int]]:
         """Every region of a rank's heap, by name, and its bytes."""
@@ -93,8 +109,11 @@ class Regions:
             ("pushes", max(1, members * self.param_base[-1]) * 8),
             ("mutexes", max(1, len(self.units)) * MUTEX_BYTES),
         ]
-        # Side by side, because readers outside the job may read this range and nothing else: see `published_range`.
+        # Side by side, because readers outside the job may read this range and nothing else: see `readable_range`.
         requests += [(f"published/{one.index}", max(64, self.buffers * one.published_bytes)) for one in self.units]
+        if self.says_changes:
+            requests += [(f"changes/{one.index}", max(64, changes.room_for(one.published_bytes))) for one in self.units]
+            requests.append(("versions", VERSIONS_KEPT * len(self.units) * VERSION_WORDS * 8))
         requests += [(f"accumulator/{one.index}", max(64, one.accumulator_bytes)) for one in self.units]
         if self.stages:
             for distance in range(1, len(self.grid.nodes.local_shard_group)):
@@ -124,20 +143,18 @@ class Regions:
             for row in range(rows):
                 requests += [(f"cache/{row}/{unit.index}", max(64, unit.published_bytes)) for unit in units]
                 requests.append((f"sums/{row}", max(64, self.sums_at[-1])))
-            if self._reads_land:
-                most = max((unit.published_bytes for unit in units), default=_LANDING_BYTES)
-                requests.append(("landing", max(64, min(_LANDING_BYTES, most))))
+        if self.landing_bytes:
+            requests += [(f"landing/{number}", self.landing_bytes) for number in range(LANDINGS)]
+        if self.says_changes and grid.remote:
+            requests.append(("mirror/versions", hosts * len(units) * VERSION_WORDS * 8))
         if self.spans_hosts:
             requests.append(("node/lasts", count * 2 * 8))
         if self.rounded is not None:
             requests += [(f"wire/{row}", max(64, self.wire_at[-1])) for row in range(hosts)]
+        if self.keeps_residuals:
+            requests += [(f"residual/{row}", max(64, self.sums_at[-1])) for row in range(hosts)]
         arrived = max(64, self.wire_at[-1])
         return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
-
-    def _starts(self, dtype: torch.dtype | None) -> list[int]:
-        """For each unit the bytes before its accumulators, in `dtype` if it is given, and the bytes of all."""
-        sizes = (-(-one.numel // self.shares) * (dtype or one.accumulator_dtype).itemsize for one in self.units)
-        return [0, *itertools.accumulate(round_up(size, 64) for size in sizes)]
 
     @property
     def contributors(self) -> tuple[int, ...]:
@@ -149,26 +166,44 @@ class Regions:
         return tuple(member for member in found if self.grid.is_remote(member))
 
     @property
-    def _reads_land(self) -> bool:
-        """Whether this rank reads from other hosts into memory of its peers' devices."""
-        return self._on_device and bool(self.grid.remote) and self.grid.nodes.shards_span_hosts
+    def landing_bytes(self) -> int:
+        """Of a landing: where this rank's reads for peers of its host land, and changes, which come whole, on a device
+        where shards span hosts; 0 elsewhere.
+        """
+        if not (self._on_device and self.grid.remote and self.grid.nodes.shards_span_hosts):
+            return 0
+        most = max((unit.published_bytes for unit in self.units), default=_LANDING_BYTES)
+        return max(64, min(_LANDING_BYTES, most), changes.room_for(most) if self.says_changes else 0)
 
     def buffer_offset(self, unit: UnitSpec, epoch: int) -> int:
         """Bytes from the start of a unit's published region to the buffer that holds `epoch`."""
         return epoch % self.buffers * unit.published_bytes
 
     def ledger(self) -> dict[str, int]:
-        """Bytes by purpose: published, accumulator, staging, queue, words; over nodes also cache and sums."""
+        """Bytes by purpose: published, accumulator, staging, queue, words; over nodes also cache and sums; changes."""
         account = {"published": 0, "accumulator": 0, "staging": 0, "queue": 0, "words": 0}
         if self.grid.nodes.remote:
             account |= {"cache": 0, "sums": 0}
+        if self.says_changes:
+            account["changes"] = 0
         for name, nbytes in self.requests():
             kind = name.split("/")[0]
             account[_ACCOUNTS.get(kind, kind if kind in account else "words")] += nbytes
         return account
 
 
-def _refuse_rounding(regions: Regions, sums_dtype: str) -> None:
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """The bytes before each of these, and of all: each begins on a cache line."""
+    return [0, *itertools.accumulate(round_up(size, 64) for size in sizes)]
+
+
+def _rounded(unit: UnitSpec, by_parameter: bool) -> RoundedUnit:
+    if not by_parameter:
+        return RoundedUnit([(unit.numel, False)])
+    return RoundedUnit([(spec.numel if spec.trained else 0, spec.coarse) for spec in unit.params])
+
+
+def _refuse_rounding(regions: Regions, sums_dtype: str, on_device: bool) -> None:
     """Raise `UnsupportedError` where sums cannot be rounded as the settings ask; on one host none cross."""
     if not regions.grid.remote or sums_dtype == "accumulator":
         return
@@ -178,3 +213,5 @@ def _refuse_rounding(regions: Regions, sums_dtype: str) -> None:
     for unit in regions.units:
         if unit.accumulator_dtype == torch.float64:
             raise UnsupportedError(f"{where} would round the fp64 sums of unit {unit.name!r}")
+    if sums_dtype == "int8" and on_device:
+        raise UnsupportedError(f"{where} is for sums in CPU memory; on a device take 'bfloat16'")

@@ -121,6 +121,8 @@ class Inbox:
         self._rank, self._units, self._slots = grid.ranks[source], layout.units, layout.ring.slots
         data = mine.staging(distance).view(-1, layout.ring.slot_bytes)
         self._data = [data.view(dtype) for dtype in WIRE_DTYPES]
+        # Made once, as `LocalPeer`'s views: by dtype, slot and elements. A model has few different blocks.
+        self._blocks: dict[tuple[int, int, int], torch.Tensor] = {}
         self._headers = mine.headers(distance).view(-1, HEADER_WORDS).numpy()
         self._words = RingWords(layout, grid.me, source)
         self._taken = self._words.added()
@@ -138,13 +140,16 @@ class Inbox:
             if found and unit != index:
                 break
             index = unit
-            found.append(Piece(first, self._data[code][slot, :numel]))
+            values = self._blocks.get((code, slot, numel))
+            if values is None:
+                values = self._blocks[code, slot, numel] = self._data[code][slot, :numel]
+            found.append(Piece(first, values))
         return (self._units[index], found) if found else None
 
     def finish(self, unit: UnitSpec, blocks: Sequence[Piece], begin: int) -> None:
         """As `take`, of what `peek` returned; records the addition, which began at `begin` on the lane "server"."""
         self.take(len(blocks))
-        nbytes = sum(block.values.nbytes for block in blocks)
+        nbytes = sum([block.values.nbytes for block in blocks])
         recorder().add(PUSH, begin, unit=unit.name, peer=self._rank, nbytes=nbytes, lane="server")
 
     def take(self, count: int = 1) -> None:

@@ -170,6 +170,12 @@ QUEUE = (
 )
 HOSTS = (
     WordRule("mirrors", "the receiving daemon", "what the word explains", "all above", "mirror/*", of="the partner"),
+    WordRule("CHANGED", "main thread", "the changes are packed", "", "versions"),
+    WordRule("BASE", "main thread", "the same", "", "versions"),
+    WordRule("PACKED", "main thread", "the same", "", "versions"),
+    WordRule("CHECKSUM", "main thread", "the same", "", "versions"),
+    WordRule("PLACE", "main thread", "the same", "", "versions"),
+    WordRule("SAVED", "the reading thread", "a shard is in the cache", "", "board", "count"),
     WordRule("CLAIM", "the first rank to need a shard", "", "", "node/claims", "epoch", of="the local partner"),
     WordRule("CACHED", "the rank that claimed", "the shard is read", "fetch", "node/cached", of="the local partner"),
     WordRule("LAST", "the pushing rank", "its last push of the unit", "", "node/lasts", "value", _OPEN),

@@ -21,7 +21,8 @@ class ParamSpec:
     """One parameter's shard: `numel` elements, padded, the same on every rank, published in compute dtype `dtype`.
 
     `published_offset` is in bytes in the unit's published region, `accumulator_offset` in elements in its accumulator,
-    where only what is `trained` has a place: no other gradient may be pushed.
+    where only what is `trained` has a place: no other gradient may be pushed. `coarse`: its sums cross to other hosts
+    as int8.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ParamSpec:
     published_offset: int
     accumulator_offset: int
     trained: bool = True
+    coarse: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -37,7 +39,8 @@ class ParamSpec:
 
     def __str__(self) -> str:
         kind, dtype = "trained" if self.trained else "frozen", str(self.dtype).removeprefix("torch.")
-        return f"{self.name} ({self.numel} elements a rank, {dtype}, {kind})"
+        crossing = ", int8 between hosts" if self.coarse else ""
+        return f"{self.name} ({self.numel} elements a rank, {dtype}, {kind}{crossing})"
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,15 @@ class UnitSpec:
         params: Sequence[tuple[str, int, torch.dtype]],
         accumulator_dtype: torch.dtype,
         frozen: Collection[str] = (),
+        coarse: Collection[str] = (),
     ) -> UnitSpec:
-        """Lay out `params`, given as (name, elements of a padded shard, compute dtype); `frozen` are names of them."""
+        """Lay out `params`, given as (name, elements of a padded shard, compute dtype); `frozen` and `coarse` are names
+        of them.
+        """
         specs: list[ParamSpec] = []
         at_byte = at_element = pushed = 0
         for param, numel, dtype in params:
-            spec = ParamSpec(param, numel, dtype, at_byte, at_element, param not in frozen)
+            spec = ParamSpec(param, numel, dtype, at_byte, at_element, param not in frozen, param in coarse)
             specs.append(spec)
             room = round_up(spec.nbytes, _ALIGN)
             at_byte += room

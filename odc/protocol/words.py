@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Word(IntEnum):
@@ -27,6 +28,7 @@ class Word(IntEnum):
     OUTCOME_ODD = 16  # as OUTCOME_EVEN, for epochs of odd number
     GIVING_UP = 17  # newest epoch of whose minibatch the rank knows, before its end, that it will be abandoned
     REDUCED = 18  # newest epoch for which the rank has added up its part of its replicas' accumulators
+    SAVED = 19  # bytes of shards that this rank did not have to read from other hosts, since the start
 
 
 BOARD_WORDS = 24  # room for a third cache line
@@ -50,6 +52,30 @@ class EntryWord(IntEnum):
 
 
 ARENA_TABLE, ARENA_TAKEN = "arena/table", "arena/taken"  # regions of words that other hosts keep mirrors of
+
+
+class VersionWord(IntEnum):
+    """Index among the words of a unit that name the published version of its shard (see `odc.protocol.changes`)."""
+
+    CHANGED = 0  # the epoch that brought this version
+    BASE = 1  # the epoch that brought the one before
+    PACKED = 2  # bytes of the changes between the two; -1: they cannot be read
+    CHECKSUM = 3  # of the whole shard, where the protocol is checked, else 0
+    PLACE = 4  # where in the region of changes they begin, in bytes
+
+
+class Version(NamedTuple):
+    """The words of `VersionWord`, as they stand."""
+
+    changed: int
+    base: int
+    packed: int
+    checksum: int
+    place: int
+
+
+VERSION_WORDS = len(VersionWord)
+VERSIONS_KEPT = 4  # of each unit, the newest included: so many may lie between two reads from outside the job
 
 
 class RootState(IntEnum):

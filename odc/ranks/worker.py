@@ -229,8 +229,6 @@ def join(rank: int, group: Group) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if group.world <= torch.cuda.device_count():
             backend = "cpu:gloo,cuda:nccl"
-        else:
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own switch, read when it maps
     stores: Any = dist
     store = stores.TCPStore("127.0.0.1", group.port, is_master=False, timeout=timeout)
     dist.init_process_group(

@@ -43,10 +43,13 @@ class Generations:
         timeout_s: how long it waits for each other, a replacement among them; longer, once it is there.
         fewest: go on without those that have not come then, if so many have; None: never. At the job's start all are
             waited for as long as for those that are there.
+        device: the UUID of the CUDA device on which this process trains, if it does.
     """
 
-    def __init__(self, store: Any, place: int, places: int, timeout_s: float, fewest: int | None = None) -> None:
-        self.place, self._places, self._timeout_s = place, places, timeout_s
+    def __init__(
+        self, store: Any, place: int, places: int, timeout_s: float, fewest: int | None = None, device: str = ""
+    ) -> None:
+        self.place, self._places, self._timeout_s, self._device = place, places, timeout_s, device
         self._fewest = places if fewest is None else fewest
         self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), place, PREFIX, lasts=True)
         self.generation = 0
@@ -166,6 +169,12 @@ class Generations:
         if (found := failure(self._of_group())) is not None:  # also of a rank on another host
             return found[0]
         return -1 if self.superseded() else None
+
+    @property
+    def share_devices(self) -> bool:
+        """Whether two ranks of this generation train on one device."""
+        devices = [presence.device for presence in self.presences.values()]
+        return len(set(devices)) < len(devices)
 
     def here(self, rank: int) -> bool:
         """Whether a rank of this generation is on this host."""
@@ -310,7 +319,7 @@ class Generations:
         return newest_common(shown.values(), worlds, self.first)
 
     def _shown(self, held: dict[Share, Held]) -> Presence:
-        return Presence(os.getpid(), host_identity(), held)
+        return Presence(os.getpid(), host_identity(), held, self._device)
 
     def _newest(self) -> int:
         return int(self._found().removesuffix(_OVER))

@@ -43,19 +43,24 @@ class Held:
 
 @dataclass(frozen=True)
 class Presence:
-    """What a process shows of itself in a generation: what it holds, its own share among it if it has any."""
+    """What a process shows of itself in a generation: what it holds, its own share among it if it has any.
+
+    `device` is the UUID of the CUDA device on which it trains, if it does.
+    """
 
     pid: int
     host: str
     held: dict[Share, Held]
+    device: str = ""
 
     def encode(self) -> str:
-        return json.dumps([self.pid, self.host, [[*share, one.fds, one.steps] for share, one in self.held.items()]])
+        held = [[*share, one.fds, one.steps] for share, one in self.held.items()]
+        return json.dumps([self.pid, self.host, held, self.device])
 
     @classmethod
     def decode(cls, text: bytes) -> Presence:
-        pid, host, held = json.loads(text)
-        return cls(pid, host, {Share(layout, rank): Held(fds, steps) for layout, rank, fds, steps in held})
+        pid, host, held, device = json.loads(text)
+        return cls(pid, host, {Share(layout, rank): Held(fds, steps) for layout, rank, fds, steps in held}, device)
 
 
 class MemberList(NamedTuple):

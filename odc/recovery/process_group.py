@@ -23,9 +23,8 @@ import torch.distributed as dist
 
 from odc.deadlines import LOSS_POLL_S, NCCL_POLL_S, Deadline
 from odc.errors import OdcError, PeerLostError, WaitTimeoutError
-from odc.fsdp._torch_groups import abort_nccl, keep_for_ever, note_generation
+from odc.fsdp._torch_groups import abort_nccl, keep_for_ever
 from odc.fsdp.rejoin import aborted_by_another, announce_rank
-from odc.memory._torch_symmetric import may_share_devices
 from odc.net.store import clone_of
 from odc.recovery.generations import PREFIX, GenerationOver, Generations
 from odc.worker import Job, in_background
@@ -80,13 +79,12 @@ def make_group(store: Any, generations: Generations, device: torch.device | None
     rank, world, stores = generations.rank, generations.world, cast(Any, dist)
     # A thread that is left behind may wait for a rank's address, and hold the connection until then.
     prefixed = stores.PrefixStore(f"{PREFIX}{generations.generation}", clone_of(store) or store)
-    nccl = device is not None and not may_share_devices()
+    nccl = device is not None and not generations.share_devices
     if nccl:  # else its own watchdog ends a rank that survives, at the first error of a connection to the lost one
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     # By device where there are GPUs: if the group were called "gloo", torch would make another one for a mesh.
     backend = f"cpu:gloo,cuda:{'nccl' if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world)
-    note_generation()
     try:
         announce_rank(generations.patience_s)
         _await_connected(generations, device if nccl else None)

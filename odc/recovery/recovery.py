@@ -27,6 +27,7 @@ from torch import nn
 from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
 from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.fsdp.rejoin import aborted_by_another, enter_generation, leave_generation, refuse_groups
+from odc.memory.device_links import device_uuid
 from odc.ranks.worker import report_progress
 from odc.recovery.buddy import Buddies
 from odc.recovery.devices import forget_frames, is_of_device, refuse_devices
@@ -87,14 +88,15 @@ class Recovery:
             raise ConfigError(f"fewest={fewest} must be from 1 to the {places} ranks of the job")
         self._store = store or launchers_store(rejoin_s)
         self.every = every
-        self._generations = Generations(self._store, place, places, rejoin_s, fewest)
+        # Decided once: a process that takes a place runs the same program, and finds the same.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+        uuid = "" if self._device is None else device_uuid(self._device.index)
+        self._generations = Generations(self._store, place, places, rejoin_s, fewest, uuid)
         self._held = Holdings(self._generations, rejoin_s)
         self._buddies = Buddies(self._generations, self._held) if keep == "buddy" else None
         self._trained: TrainingState | None = None
         self.step = self._first = 0  # steps that are done, also when the program began
         self.recoveries = 0  # that this process has lived through
-        # Decided once: a process that takes a place runs the same program, and finds the same.
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else None
         self._group = GenerationGroup(self._generations, nccl=False)
         self._shown = ShownRecovery(self.rank)
         self._agreed = self._meet()

@@ -7,6 +7,7 @@ from odc.runtime.connect import Rendezvous
 from odc.runtime.daemon import Daemon, await_releases, daemon, report_to_hosts, stop_daemon
 from odc.runtime.linking import locate
 from odc.runtime.member import Endpoint, Member
+from odc.runtime.nvshmem import end_nvshmem
 from odc.runtime.reading import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
 from odc.runtime.service import Service, reading_token
 
@@ -24,6 +25,7 @@ __all__ = [
     "abort_arenas",
     "await_releases",
     "daemon",
+    "end_nvshmem",
     "leave_arenas",
     "locate",
     "reading_token",

@@ -113,6 +113,7 @@ class Arena:
             ports=network.ports,
             secret_file=network.secret_file,
             engine=network.engine,
+            memory=network.memory,
             lost_after_s=network.lost_after_s,
             check_protocol=False,  # the table's rules are those of minibatches; an arena has steps
         )

@@ -3,7 +3,7 @@
 The announcement carries what the layouts must agree on, so both sides can name a mismatch even if one has ended. A rank
 whose job was aborted leaves the reason in the store, so that one that attaches too late blames the culprit.
 
-Keys of a root `I` in the store, all under `odc/I`: `R` (the announcement of rank R), `R/lines`, `R/met`, `R/settled`,
+Keys of a root `I` in the store, all under `odc/I`: `R` (the announcement of rank R), `R/lines`, `R/settled`,
 `R/aborted` and `released`. The last member to shut down deletes them. `odc/roots/M/R` lists the roots that rank R has
 on the ranks M, with the calls of `fully_shard` in each.
 """
@@ -47,7 +47,7 @@ from odc.net.store import JobStore, failure, host_identity, process_of, refuse_f
 from odc.protocol.grid import RankGrid
 from odc.protocol.units import UnitSpec
 
-_KEYS = ("", "/lines", "/met", "/settled", "/aborted")  # of each member
+_KEYS = ("", "/lines", "/settled", "/aborted")  # of each member
 
 _listing = threading.Lock()  # of this process's roots in the store
 
@@ -254,9 +254,9 @@ class Rendezvous:
             for fd in answer.fds:
                 os.close(fd)
             raise PeerLostError(f"rank {me}, attaching to rank {rank}: {answer.reply['error']}", culprit=rank)
-        descriptor, self.doorbells[member] = answer.fds
+        descriptor, self.doorbells[member], *others = answer.fds
         self._events.attached(member, answer.pid)
-        return Attachment(fd=descriptor, nbytes=int(answer.reply["nbytes"]), digest=str(answer.reply["digest"]))
+        return Attachment(descriptor, int(answer.reply["nbytes"]), str(answer.reply["digest"]), tuple(others))
 
     def _await_key(self, key: str, member: int, what: str, late: str) -> bytes:
         """The value of `key` once the member has set it; it does `what` first; `late` is the deadline's error."""
@@ -281,31 +281,6 @@ class Rendezvous:
                 found = self._store.find(f"odc/{identity}/{rank}")
                 if found is not None:  # else all its ranks have shut it down by now
                     raise LayoutMismatchError(self._difference(json.loads(found), rank, identity))
-
-    def meet(self) -> None:
-        """Return once every member of this host has called it, before device memory is mapped. Raises as `connect`."""
-        late = (
-            f"it has not mapped that of heap {self._identity} in {self.timeout_s:g} s; on CUDA the ranks of a mesh "
-            "meet when they first run a model, so with several models they must run them in the same order"
-        )
-        self._store.set(self._key(self.grid.me) + "/met", "1")
-        try:
-            for member in self.grid.local:
-                self._await_key(self._key(member) + "/met", member, "map device memory", late)
-        except OdcError as error:
-            self._events.failed(str(error), culprit_of(error, self.grid.rank))
-            raise
-
-    def check_mapping(self) -> None:
-        """Raise if a member of this host has ended, while all of them map device memory, or the job was aborted."""
-        doing = "mapping device memory"
-        self.check(doing)
-        for rank in [self.grid.ranks[member] for member in self.grid.local]:
-            process = process_of(self._store, rank)
-            if process is not None and not process.alive():
-                raise PeerLostError(
-                    f"rank {self.grid.rank}, {doing}: the process of rank {rank} has ended", culprit=rank
-                )
 
     def _difference(self, found: dict[str, Any], rank: int, identity: str) -> str:
         me = self.grid.rank

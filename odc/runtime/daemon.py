@@ -233,7 +233,7 @@ class Daemon:
             return reply, ()
         heap = service.layout.heap
         # Peers write to each other's heaps: pushes, and ABORT on every board. Readers outside the job must not.
-        return reply, (heap.read_only_fd,) if reading else (heap.fd, self.doorbell)
+        return reply, (heap.read_only_fd,) if reading else (heap.fd, self.doorbell, *heap.other_fds)
 
 
 _daemon: Daemon | None = None

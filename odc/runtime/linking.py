@@ -165,15 +165,15 @@ class ExposedHeap:
     """This rank's heap of one root, exposed under the root's identity until `close`.
 
     `answers` are functions by the name under which they answer members of other hosts. Weights in CPU memory are also
-    exposed to readers outside the job, which are admitted by a secret of the root's own. They may read the published
-    shards and receive `READER_WORDS`; every other byte of the heap is refused.
+    exposed to readers outside the job, which are admitted by a secret of the root's own. They may read the bytes of
+    `HeapLayout.readable_range` and receive `READER_WORDS`; every other byte of the heap is refused.
     """
 
     def __init__(
         self, identity: str, layout: HeapLayout, network: HostNetwork, answers: Mapping[str, Callable[[], bytes]]
     ) -> None:
         self._identity, self._network, self._names = identity, network, [*answers]
-        self._readable = {identity: layout.published_range, board_name(identity): range(0)}
+        self._readable = {identity: layout.readable_range, board_name(identity): range(0)}
         for part, memory in layout.heap.parts().items():
             self._names.append(identity + part)
             network.engine.expose(identity + part, memory)

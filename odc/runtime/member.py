@@ -18,6 +18,7 @@ from odc.memory import ShmHeap, SymmetricHeap
 from odc.net.engines import Engine
 from odc.net.host_link import HostLink
 from odc.protocol.device import DeviceRoute
+from odc.protocol.device_changes import changes_of
 from odc.protocol.fetch import PublishedShards
 from odc.protocol.grid import RankGrid
 from odc.protocol.heap_reader import HeapReader, MappedHeaps
@@ -35,6 +36,11 @@ from odc.runtime.service import Service
 from odc.runtime.shutdown import HeapRelease
 from odc.settings import Settings
 from odc.worker import Worker
+
+
+def _no_reads(nbytes: int) -> float:
+    """How long a read from another host takes where this rank reads from none: that is not known."""
+    return 0.0
 
 
 class Endpoint:
@@ -67,10 +73,16 @@ class Endpoint:
         ahead = Worker("odc-ahead")  # its thread reads shards, and sums of gradients, before they are needed
         self._cache = NodeCache(protocol, self.heaps, ahead) if self.grid.nodes.shards_span_hosts else None
         self.reduction = self._reduction(ahead, links)
-        self.shards = PublishedShards(protocol, None if self._cache is None else self._cache.fill)
+        self.shards = self._published()
         host = HostRoute(protocol, notify)
         self.pusher = Pusher(protocol, notify, DeviceRoute(protocol, host) if layout.heap.lanes.asynchronous else host)
         self.queue = Queue(protocol, self.heaps) if layout.settings.queue_bytes else None
+
+    def _published(self) -> PublishedShards:
+        prefill, seconds = None, _no_reads
+        if self._cache is not None:
+            prefill, seconds = self._cache.fill, self._cache.reads.seconds
+        return PublishedShards(self.protocol, prefill, changes_of(self.protocol, seconds))
 
     def _reduction(self, ahead: Worker, links: Links | None) -> Reduction:
         if self.layout.spans_hosts:

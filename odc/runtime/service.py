@@ -34,14 +34,15 @@ def reading_token(token: str) -> str:
 class Service:
     """One root's server side. All methods are called from the daemon's thread unless stated otherwise.
 
-    `drains` are called in every turn of the loop; they do not wait. `links` go to other hosts.
+    `drains` are called in every turn of the loop, and again at once where one returns True; they do not wait. `links`
+    go to other hosts.
     """
 
     def __init__(
         self,
         identity: str,
         layout: HeapLayout,
-        drains: Sequence[Callable[[], object]] = (),
+        drains: Sequence[Callable[[], bool]] = (),
         links: Links | None = None,
     ) -> None:
         self._drains, self._links = drains, links
@@ -56,15 +57,17 @@ class Service:
         self._most = max(1, layout.ring.slots // 4)  # the rest of the ring is filled while a batch is added
         self._drain_device = DeviceDrain(layout, self._inboxes, self._most) if layout.heap.lanes.asynchronous else None
 
-    @torch.no_grad()
     def drain(self) -> bool:
         """Add at most a quarter of a ring of every source, in one batch each; True if it is to be called again: there
         was anything, or a device is still to add it.
         """
+        found = False
         for drain in self._drains:
-            drain()
-        if self._drain_device is not None:
-            return self._drain_device()
+            found |= drain()
+        return (self._drain_host() if self._drain_device is None else self._drain_device()) or found
+
+    @torch.no_grad()
+    def _drain_host(self) -> bool:
         found = False
         for inbox in self._inboxes:
             batch = inbox.peek(self._most)
@@ -174,6 +177,7 @@ def _described(board: Words, rank: int, host: int) -> dict[str, Any]:
         "microbatch": board.load(Word.MICROBATCH),
         "fetched_bytes": board.load(Word.FETCHED),
         "pushed_bytes": board.load(Word.PUSHED),
+        "saved_bytes": board.load(Word.SAVED),
         "waits_for": waiting - 1 if waiting else None,
         "waits_in_epoch": board.load(Word.WAITING_EPOCH) if waiting else None,
     }

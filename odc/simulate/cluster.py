@@ -35,6 +35,7 @@ class Cluster:
     # in which a reduction moves what an all-reduce does
     collective: Algorithm = "ring"
     node_cache: bool = False  # on demand over nodes, shards are read and gradients cross once a node (docs/hosts.md)
+    changed: float = 1.0  # with the node cache, share of the parameters' bytes that is read (docs/changes.md)
     # gradient reductions a rank may have under way while it computes. 1: FSDP2 on a GPU, which waits for the last
     # unit's before it starts this one's; 0: each blocks, as in FSDP2 over gloo.
     reductions_in_flight: int = 1
@@ -62,6 +63,10 @@ class Cluster:
             raise ConfigError(f"reductions_in_flight must be 0 or more, not {self.reductions_in_flight!r}")
         if not 1 <= self.owner_skew <= self.ranks:
             raise ConfigError(f"owner_skew must lie between 1 and the {self.ranks} ranks, not {self.owner_skew!r}")
+        if not 0 <= self.changed <= 1 or (self.changed < 1 and not self.node_cache):
+            raise ConfigError(
+                f"changed must be a share, 0 to 1, and below 1 only with node_cache, not {self.changed!r}"
+            )
         if self.node_cache and self.owner_skew > 1:
             raise ConfigError("owner_skew must be 1 with the node cache: its shards are even")
         for rank, factor in self.slow.items():

@@ -156,7 +156,7 @@ def _uses(step: Step, uses: list[Use]) -> NDArray[Any]:
         push_seconds=[moved(nbytes, True) for nbytes in pushed],
         memory_fetch_seconds=[cluster.memory_seconds(nbytes, shards) for nbytes in fetched],
         memory_push_seconds=[cluster.memory_seconds(nbytes, shards, push=True) for nbytes in pushed],
-        read_seconds=[cluster.read_seconds(nbytes) for nbytes in fetched],
+        read_seconds=[cluster.read_seconds(nbytes * cluster.changed) for nbytes in fetched],
         near_fetch_seconds=near_fetch,
         far_fetch_seconds=far_fetch,
         near_push_seconds=near_push,

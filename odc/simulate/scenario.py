@@ -67,6 +67,7 @@ class Scenario:
     link_gbit: float | None = _device(None, "Gbit/s of a node's link to others, in place of --inter-bandwidth.")
     link_ms: float | None = _device(None, "Milliseconds one way between nodes. (default: the machine's)")
     node_cache: bool = _device(False, "On demand, each shard and each sum of gradients crosses nodes once a minibatch.")
+    changed: float = _device(1.0, "With --node-cache, share of the parameters' bytes that crosses nodes.")
     collective: Algorithm = field(default="ring", metadata={"help": "ring, tree or gloo.", "panel": "Machine"})
     prefetch: int = _device(1, "Units fetched or gathered ahead, 0 or 1.")
     owner_skew: float = _device(1.0, "Fullest owner's share over the mean.")
@@ -121,6 +122,7 @@ class Scenario:
             call_seconds=machine.call_seconds,
             collective=self.collective,
             node_cache=self.node_cache,
+            changed=self.changed,
             owner_skew=self.owner_skew,
             slow=self.slow,
             jitter=self.jitter,

@@ -102,7 +102,7 @@ class Step:
         if self.within_node:
             return apart * (model.gradient_bytes + model.parameter_bytes)
         if self.cached:
-            return apart * (model.parameter_bytes + model.gradient_bytes * model.accumulator)
+            return apart * (model.parameter_bytes * cluster.changed + model.gradient_bytes * model.accumulator)
         uses = model.uses()
         fetched, pushed = sum(use.fetch_bytes for use in uses), sum(use.push_bytes for use in uses)
         if self.transport in ("on demand", "dynamic"):

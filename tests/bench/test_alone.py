@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from odc.bench.alone import Members, UnitCalls, lanes_of
+from odc.bench.alone import Members, UnitCalls, lanes_of, sliced
 from odc.settings import Settings
 
 CPU = torch.device("cpu")
 
 
 def test_members_in_one_process_push_to_each_other() -> None:
-    members = Members(CPU, lanes_of(CPU), Settings(), owners=3, slices=4, numel=8)
-    calls = UnitCalls(members, CPU)
+    members = Members(CPU, lambda _: lanes_of(CPU), Settings(), 3, [sliced(4, 8)])
+    members.publish()
+    calls = UnitCalls(members)
     for gradient in calls._sent:
         gradient.values.fill_(2.0)
     calls.push()
@@ -26,8 +27,9 @@ def test_members_in_one_process_push_to_each_other() -> None:
 
 
 def test_more_pushes_than_slots_are_drained_in_between() -> None:
-    members = Members(CPU, lanes_of(CPU), Settings(), owners=2, slices=2, numel=8)
-    calls = UnitCalls(members, CPU)
+    members = Members(CPU, lambda _: lanes_of(CPU), Settings(), 2, [sliced(2, 8)])
+    members.publish()
+    calls = UnitCalls(members)
     for gradient in calls._sent:
         gradient.values.fill_(1.0)
     for _ in range(10):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulated_hosts import NAME, rows
+from bench.simulated_hosts import NAME, bytes_rows, rows
 from bench.stored import find, load
 
 
@@ -21,3 +21,14 @@ def test_stored_predictions_are_those_of_the_simulator() -> None:
         assert figures == pytest.approx({key: kept[key] for key in figures}, rel=1e-6), again
         known = find(measured, work="exchange", **same)
         assert row["simulated bytes out / parameters"] == pytest.approx(known["formula"])
+
+
+def test_bytes_are_those_of_the_formulas() -> None:
+    """(N-1)/N E (b c + a) with the share c of what changes, and 2(N-1)/N E g of hybrid sharding; N = b = 2."""
+    made, bytes_of = bytes_rows(), {"fp32": 4, "bf16": 2}
+    shares = {"whole": 1, "changed, lr 1e-4": 0.25, "changed, lr 1e-5": 0.068, "changed, lr 1e-6": 0.024}
+    assert len(made) == 10
+    for row in made:
+        sums = bytes_of[row["sums"]]
+        wanted = (2 * shares[row["weights"]] + sums) / 2 if row["arm"] == "odc" else sums
+        assert row["bytes out a parameter"] == pytest.approx(wanted)

@@ -33,6 +33,12 @@ def test_hosts_with_links_of_their_own(tmp_path: Path, capsys: pytest.CaptureFix
     assert simulate(*_SMALL, *arms, "--link-gbit", "10", "--link-ms", "0.5", "--node-cache") == 0
     assert "GB out" in capsys.readouterr().out
     found = json.loads((tmp_path / "a.json").read_text())["study"]["arms"]
+    cached = ("--link-gbit", "10", "--link-ms", "0.5", "--node-cache")
+    assert simulate(*_SMALL, *arms, *cached, "--changed", "0.07") == 0
+    fewer = json.loads((tmp_path / "a.json").read_text())["study"]["arms"]
+    assert fewer["odc"]["step_s"] < found["odc"]["step_s"]
+    assert fewer["odc"]["node_bytes"] == pytest.approx(found["odc"]["node_bytes"] * (0.07 + 2) / 3)
+    assert fewer["fsdp2"] | {"speedup": 1} == found["fsdp2"] | {"speedup": 1}
     assert simulate(*_SMALL, *arms, "--link-gbit", "1") == 0
     slower = json.loads((tmp_path / "a.json").read_text())["study"]["arms"]
     assert slower["odc"]["step_s"] > found["odc"]["step_s"] and slower["odc"]["node_bytes"] > found["odc"]["node_bytes"]

@@ -62,6 +62,11 @@ def test_eighty_columns_hold_ranks_of_other_hosts(
     assert here == f"{os.getppid()} 12 100 {MINE} 12345 finishing 12 98765/98765 12/64 1 (epoch 12345)"
     assert there == f"{os.getppid()} 0 1000 - 12345 finishing 12 98765/98765 - 1 (epoch 12345)"
     assert max(map(len, lines)) <= 80
+    answers[0].roots[0]["saved_bytes"] = 98765 << 20
+    assert call() == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0] == "job host rank pid epoch state mb in/out MiB saved slots waits for"
+    assert [line.split("98765/98765 ")[1].split(" ")[0] for line in lines[1:3]] == ["98765", "0"]
     assert call("--json") == 0
     assert [(one["pid"], one["job"]) for one in json.loads(capsys.readouterr().out)] == [
         (MINE, os.getppid()),

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -102,6 +103,43 @@ def reads_at_once(mine: Engine, rank: int, world: int) -> None:
     assert not wrong, wrong
 
 
+def reads_two_at_a_time(mine: Engine, rank: int, world: int) -> None:
+    """Begun in advance, ended in order; one that is dropped does not disturb the others."""
+    whole, size = pattern(1 - rank), 100_003
+    places = [torch.full((size,), 7, dtype=torch.uint8) for _ in range(12)]
+    begun = deque([mine.begin(1 - rank, "heap", 0, places[0])])
+    for number in range(1, 12):
+        begun.append(mine.begin(1 - rank, "heap", number * size, places[number], wait=False))
+        oldest = begun.popleft()
+        assert oldest is not None
+        if number == 6:
+            oldest.drop()
+        else:
+            oldest.finish()
+    begun.pop().finish()  # type: ignore[union-attr]
+    for number in set(range(12)) - {5}:
+        assert torch.equal(places[number], whole[number * size : (number + 1) * size]), number
+    refused = mine.begin(1 - rank, "heap", SIZE - 1, places[0], what="shards")
+    assert refused is not None
+    with pytest.raises(PeerLostError, match=f"rank {rank}, reading shards of rank {1 - rank}: it exposes no"):
+        refused.finish()
+
+
+def begins_no_more_than_there_are_connections(mine: Engine, rank: int, world: int) -> None:
+    """A thread that has reads going is not made to wait for another's connection."""
+    places = [torch.empty(100, dtype=torch.uint8) for _ in range(40)]
+    begun = [mine.begin(1 - rank, "heap", 0, place, wait=False) for place in places]
+    going = [one for one in begun if one is not None]
+    assert 2 <= len(going) < len(begun)
+    assert begun[: len(going)] == going, "there was a connection again, and none was given back"
+    for one in going:
+        one.finish()
+    again = mine.begin(1 - rank, "heap", 0, places[0], wait=False)
+    assert again is not None
+    again.finish()
+    assert torch.equal(places[0], pattern(1 - rank)[:100])
+
+
 def reads_what_is_refused(mine: Engine, rank: int, world: int) -> None:
     mine.expose("brief", pattern(9, 100))
     dist.barrier()
@@ -151,7 +189,15 @@ def asks_for_numbers(mine: Engine, rank: int, world: int) -> None:
 
 def serves_and_reads(rank: int, world: int, engine: str, name: str) -> None:
     with serving(rank, engine, name) as mine:
-        for part in (reads_everything, reads_a_lot, reads_at_once, reads_what_is_refused, asks_for_numbers):
+        for part in (
+            reads_everything,
+            reads_a_lot,
+            reads_at_once,
+            reads_two_at_a_time,
+            begins_no_more_than_there_are_connections,
+            reads_what_is_refused,
+            asks_for_numbers,
+        ):
             part(mine, rank, world)
             dist.barrier()
 

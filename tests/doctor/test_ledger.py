@@ -106,6 +106,25 @@ def test_over_hosts_the_regions_are_those_of_a_mesh_over_hosts() -> None:
     assert {"cache", "sums"} <= found.ledger().keys()
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_int8_sums_are_those_of_the_projections(tied: bool) -> None:
+    pytest.importorskip("transformers")
+    model = model_of(TINY | {"tie_word_embeddings": tied})
+    settings = Settings(sums_dtype="int8")
+    found = regions_of(model, blocks_of(model), 4, 2, settings, torch.bfloat16, on_device=False)
+    coarse = {
+        spec.name.removesuffix(".weight").rpartition(".")[2]
+        for unit in found.units
+        for spec in unit.params
+        if spec.coarse
+    }
+    assert coarse == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    plain = regions_of(model, blocks_of(model), 4, 2, Settings(), torch.bfloat16, on_device=False)
+    assert not any(spec.coarse for unit in plain.units for spec in unit.params)
+    sums = [one.ledger()["sums"] for one in (plain, found)]
+    assert 1.25 < sums[1] / sums[0] < 1.4, "8 bytes an element, and 10.1 to 12"
+
+
 def test_what_is_frozen_has_no_gradient() -> None:
     pytest.importorskip("transformers")
     model = model_of(TINY)

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.heaps import MemoryFiles
 
 from odc.doctor import gpu, host, network, packages
 from odc.doctor.examination import Broken, Missing
 from odc.doctor.requirements import by_extra, names_of_extras, version_tuple
-from odc.memory import FreeMemory, device_links, plain_x86_64
+from odc.memory import FreeMemory, device_links, driver_memory, plain_x86_64
+from odc.memory.driver_calls import DriverError
 
 EXTRAS = [
     "torch<2.14,>=2.11",
@@ -110,6 +112,44 @@ def test_torch_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.peer_access() == "all 6 pairs of devices"
 
 
+def test_memory_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory files stand for the device's memory."""
+
+    class Refusal(int):
+        name = "CUDA_ERROR_NOT_SUPPORTED"
+
+    def refuse(*_: object) -> None:
+        raise DriverError("cuMemImportFromShareableHandle", Refusal(801))
+
+    files = MemoryFiles()
+    monkeypatch.setattr(gpu, "torch_cuda", lambda: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(driver_memory, "allocate", files.allocate)
+    monkeypatch.setattr(driver_memory, "map_shared", files.map_shared)
+    for capable, found in ((True, "; GPUDirect"), (False, "; no GPUDirect: between hosts it goes by the processor")):
+        monkeypatch.setattr(driver_memory, "is_gpudirect_capable", lambda memory, capable=capable: capable)
+        assert gpu.peer_memory() == f"made and mapped{found}"
+    monkeypatch.setattr(driver_memory, "map_shared", lambda fd, nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
+    assert found_by(gpu.peer_memory) == "broken: cuda:0: what was written to memory is not in its mapping"
+    monkeypatch.setattr(driver_memory, "map_shared", refuse)
+    open_before = len(os.listdir("/proc/self/fd"))
+    refusal = "cuMemImportFromShareableHandle: CUDA error 801 (CUDA_ERROR_NOT_SUPPORTED)"
+    assert found_by(gpu.peer_memory) == f"broken: cuda:0: {refusal}"
+    assert len(os.listdir("/proc/self/fd")) == open_before
+
+    def between(fd: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:device0") and device.index == 2:
+            refuse()
+        return files.map_shared(fd, nbytes, device)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(driver_memory, "map_shared", between)
+    assert found_by(gpu.peer_memory) == f"broken: cuda:0 mapped by cuda:2: {refusal}"
+    monkeypatch.setattr(driver_memory, "map_shared", files.map_shared)
+    assert gpu.peer_memory().startswith("made and mapped on 3 devices, by all of them; ")
+
+
 def test_triton(installed: Callable[..., None]) -> None:
     pins = ["filelock", 'triton==3.7.1; platform_system == "Linux"', "tritonx==1.0"]
     installed(pins)
@@ -150,6 +190,12 @@ def test_nvshmem(installed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
     file = SimpleNamespace(name="libnvshmem_host.so.3", locate=lambda: tmp_path / "libnvshmem_host.so.3")
     monkeypatch.setattr(metadata, "files", lambda _: [file])
     assert found_by(gpu.nvshmem).startswith("broken: nvidia-nvshmem-cu13 3.8.0 does not load")
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(nvshmemx_vendor_get_version_info=lambda *_: None))
+    assert found_by(gpu.nvshmem).startswith("0.0.0 (nvidia-nvshmem-cu13 3.8.0), without device bitcode; over hosts")
+    (tmp_path / "bitcode").touch()
+    bitcode = SimpleNamespace(name="libnvshmem_device_sm_90.bc", locate=lambda: tmp_path / "bitcode")
+    monkeypatch.setattr(metadata, "files", lambda _: [file, bitcode])
+    assert ", with device bitcode; over hosts a thread of it spins on a core of each rank" in found_by(gpu.nvshmem)
 
 
 def test_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

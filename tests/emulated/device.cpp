@@ -81,13 +81,6 @@ CUDA_API cudaError_t cudaSetDevice(int device) {
     return cudaSuccess;
 }
 
-CUDA_API cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
-    *can = 1;
-    return cudaSuccess;
-}
-
-CUDA_API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
-
 CUDA_API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
     *least = 0;
     *greatest = -5;
@@ -183,21 +176,28 @@ CUDA_API CUresult cuDeviceGet(CUdevice* device, int ordinal) {
 
 CUDA_API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
     switch (attribute) {
+        case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED:
+            *value = number_from_environment("EMULATED_GPUDIRECT", 1);
+            break;
         case CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED:
         case CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED: *value = 1; break;
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: *value = 9; break;
+        case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING:
+            *value = number_from_environment("EMULATED_RDMA_ORDERING", CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES);
+            break;
+        case CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS:
+            *value = number_from_environment("EMULATED_RDMA_FLUSH", CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST);
+            break;
         default: *value = 0;
     }
     return CUDA_SUCCESS;
 }
 
-CUDA_API CUresult cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attribute, CUdevice from, CUdevice to) {
-    if (!is_device(from) || !is_device(to) || from == to) return CUDA_ERROR_INVALID_DEVICE;
-    *value = attribute == CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED;
-    if (attribute == CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED) {
-        *value = number_from_environment("EMULATED_P2P_ATOMICS", 1);
-    }
-    return CUDA_SUCCESS;
+// Nothing writes to device memory from outside: a flush has nothing to do, but may not be what the device lacks.
+CUDA_API CUresult cuFlushGPUDirectRDMAWrites(CUflushGPUDirectRDMAWritesTarget, CUflushGPUDirectRDMAWritesScope) {
+    if (!host_thread().has_context) return CUDA_ERROR_INVALID_CONTEXT;
+    const int options = number_from_environment("EMULATED_RDMA_FLUSH", CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST);
+    return options & CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
 }
 
 CUDA_API CUresult cuGetErrorName(CUresult error, const char** text) {
@@ -234,5 +234,3 @@ CUDA_API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
     *context = THE_CONTEXT;
     return CUDA_SUCCESS;
 }
-
-CUDA_API CUresult cuPointerGetAttribute(void*, CUpointer_attribute, CUdeviceptr) { return CUDA_ERROR_NOT_SUPPORTED; }

@@ -26,4 +26,7 @@ void enter_runtime();
 // Keeps an error for cudaGetLastError and passes it on.
 cudaError_t noted(cudaError_t error);
 
+// An error where the calling thread breaks what stands for another's capture; calls that are potentially unsafe ask.
+cudaError_t unsafe_call();
+
 }  // namespace emulated

@@ -3,7 +3,6 @@
 // An operator whose CPU kernel does not stand in for it (operators.cpp) would otherwise leave its output unwritten. A
 // test that reaches such a kernel dies with the kernel's name. `torch.cuda._sleep` alone is run: its stream sleeps.
 #include <cxxabi.h>
-#include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -135,20 +134,5 @@ CUDA_API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) {
 CUDA_API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void*, int, size_t,
                                                                             unsigned) {
     *blocks = 1;
-    return cudaSuccess;
-}
-
-// ---- the driver's functions, which torch looks up by name: in this library, and nowhere else
-
-CUDA_API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
-                                                      cudaDriverEntryPointQueryResult* found) {
-    enter_runtime();
-    static void* const self = [] {
-        Dl_info info;
-        dladdr(reinterpret_cast<void*>(&name_of), &info);
-        return dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
-    }();
-    *function = dlsym(self, name);
-    if (found) *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return cudaSuccess;
 }

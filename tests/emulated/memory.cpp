@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "device.h"
+#include "record.h"
 #include "streams.h"
 
 namespace emulated {
@@ -94,11 +95,12 @@ size_t free_bytes(int device) {
     return device_bytes() - taken[device];
 }
 
-void protect(void* start, size_t bytes) {
+void protect(void* start, size_t bytes, bool writable) {
+    const int rights = writable ? PROT_READ | PROT_WRITE : PROT_READ;
     if (device_memory_is_protected())
-        pkey_mprotect(start, bytes, PROT_READ | PROT_WRITE, protection_key());
+        pkey_mprotect(start, bytes, rights, protection_key());
     else
-        mprotect(start, bytes, PROT_READ | PROT_WRITE);
+        mprotect(start, bytes, rights);
 }
 
 void allow_device_memory(bool allowed) {
@@ -120,6 +122,7 @@ CUDA_API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 CUDA_API cudaError_t cudaMalloc(void** start, size_t asked) {
     enter_runtime();
+    if (cudaError_t error = unsafe_call()) return error;
     const int device = host_thread().device;
     const size_t bytes = whole_pages(asked);
     if (!take_bytes(device, bytes)) return noted(cudaErrorMemoryAllocation);
@@ -130,6 +133,7 @@ CUDA_API cudaError_t cudaMalloc(void** start, size_t asked) {
     }
     if (bytes <= LARGEST_FILLED) std::memset(*start, PATTERN, bytes);
     protect(*start, bytes);
+    record::mapped(*start, bytes, 0, 0);
     add_range({uintptr_t(*start), bytes, Kind::device, device, true});
     return cudaSuccess;
 }
@@ -145,6 +149,7 @@ CUDA_API cudaError_t cudaHostAlloc(void** start, size_t asked, unsigned) {
     const size_t bytes = whole_pages(asked);
     *start = map_memory(bytes);
     if (!*start) return noted(cudaErrorMemoryAllocation);
+    record::mapped(*start, bytes, 0, 0);
     add_range({uintptr_t(*start), bytes, Kind::pinned, host_thread().device, true});
     return cudaSuccess;
 }
@@ -160,6 +165,17 @@ CUDA_API cudaError_t cudaHostRegister(void* start, size_t bytes, unsigned) {
 CUDA_API cudaError_t cudaHostUnregister(void* start) {
     enter_runtime();
     return remove_range(start) ? cudaSuccess : noted(cudaErrorHostMemoryNotRegistered);
+}
+
+CUDA_API CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
+    auto range = range_of(reinterpret_cast<void*>(address));
+    if (!range) return CUDA_ERROR_INVALID_VALUE;
+    switch (attribute) {
+        case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *static_cast<int*>(value) = range->device; break;
+        case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE: *static_cast<bool*>(value) = range->gpudirect; break;
+        default: return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    return CUDA_SUCCESS;
 }
 
 CUDA_API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {

@@ -14,6 +14,7 @@ struct Range {
     Kind kind = Kind::pageable;
     int device = 0;
     bool allocated = false;  // by this library, rather than registered or mapped
+    bool gpudirect = false;  // whether whoever made it asked that network cards may reach it
 };
 
 void add_range(const Range& range);
@@ -25,8 +26,9 @@ bool take_bytes(int device, size_t bytes);  // false, and nothing taken, if the 
 void return_bytes(int device, size_t bytes);
 size_t free_bytes(int device);
 
-// Device memory from now on: threads of streams may read and write it, those of the host die of SIGSEGV if they do.
-void protect(void* start, size_t bytes);
+// Device memory from now on: threads of streams may read and, if it is writable, write it; those of the host die of
+// SIGSEGV if they do, and so does a stream that writes what is not writable.
+void protect(void* start, size_t bytes, bool writable = true);
 // For the calling thread.
 void allow_device_memory(bool allowed);
 // False where the processor has no protection keys: host code may touch device memory there, unseen.

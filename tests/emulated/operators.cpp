@@ -6,6 +6,7 @@
 // what a device would show. Numbers are the CPU's. An operator that fails late ends the process, like a device fault.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -44,6 +45,13 @@ struct Call {
 struct Allowed {
     Allowed() { emulated_allow(1); }
     ~Allowed() { emulated_allow(0); }
+};
+
+// For as long as this lives, what the calling thread does is left out of the record of the run: a wait that a device
+// would not need.
+struct Unrecorded {
+    Unrecorded() { emulated_quiet(1); }
+    ~Unrecorded() { emulated_quiet(-1); }
 };
 
 c10::Device device_of(c10::ArrayRef<IValue> arguments) {
@@ -94,6 +102,14 @@ std::optional<Stack> results_in_advance(const Call& call) {
     return results;
 }
 
+// What the work that is enqueued next reads and writes, for the record of the run.
+void note(const Call& call, const Stack& results) {
+    emulated_named(call.schema().name().c_str());
+    for (size_t i = 0; i < call.arguments.size(); ++i) touches(call.arguments[i], call.writes(i));
+    for (size_t i = 0; i < results.size(); ++i)
+        if (!call.result_is_written(i)) touches(results[i], true);
+}
+
 struct Work {
     c10::OperatorHandle op;
     Stack arguments;
@@ -118,12 +134,16 @@ void run_later(const Call& call, const Stack& results) {
     auto* work = new Work{call.op, call.arguments_turned(To::host), {}};
     for (size_t i = 0; i < results.size(); ++i)
         work->results.push_back(call.result_is_written(i) ? IValue() : turned(results[i], To::host, true));
+    note(call, results);
     emulated_enqueue(call.stream.stream(), call.device.index(), run, work);
 }
 
 // By the calling thread, for which the stream is drained before.
 Stack run_at_once(const Call& call) {
-    emulated_drain(call.stream.stream(), call.device.index());
+    {
+        Unrecorded wait;
+        emulated_drain(call.stream.stream(), call.device.index());
+    }
     Stack values = call.arguments_turned(To::host);
     std::vector<std::pair<at::Tensor, at::Tensor>> outs;  // what the caller gave; what the kernel may resize instead
     if (is_out_variant(call.schema()))
@@ -155,12 +175,31 @@ Stack run_at_once(const Call& call) {
             results.push_back(values[i]);
         }
     }
+    note(call, results);
+    emulated_enqueue(call.stream.stream(), call.device.index(), [](void*) {}, nullptr);
     return results;
+}
+
+// Who gives a block back orders what it knew before what the thread does that is given the block next. Attached late, as
+// torch makes its allocator when CUDA is first used.
+void watch_allocator() {
+    using namespace c10::cuda::CUDACachingAllocator;
+    static const bool once = [] {
+        if (!emulated_records()) return false;
+        attachAllocatorTraceTracker([](const TraceEntry& entry) {
+            const auto action = entry.action_;
+            if (action == TraceEntry::ALLOC || action == TraceEntry::FREE_REQUESTED)
+                emulated_block(reinterpret_cast<void*>(entry.addr_), entry.size_, action == TraceEntry::ALLOC);
+        });
+        return true;
+    }();
+    (void)once;
 }
 
 void any_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
     Stack arguments = torch::jit::pop(*stack, op.schema().arguments().size());
     const auto device = device_of(arguments);
+    watch_allocator();
     c10::cuda::CUDAGuard guard(device);
     const Call call{op, std::move(arguments), device, c10::cuda::getCurrentCUDAStream(device.index())};
     auto results = results_in_advance(call);
@@ -201,6 +240,9 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     const bool stays = from.is_cuda() || (non_blocking && from.is_pinned());
     auto* copy = new Copy{to.is_cuda() ? host_view(to) : to,
                           from.is_cuda() ? host_view(source) : stays ? source : source.detach().clone()};
+    emulated_named("aten::copy_");
+    touches(to, true);
+    touches(from, false);
     emulated_enqueue(stream.stream(), device.index(), run_copy, copy);
     if (wait) emulated_drain(stream.stream(), device.index());
     return to;

@@ -3,6 +3,7 @@
 // Every stream is non-blocking, as torch's are: programs that count on the legacy default stream waiting for others run
 // out of order here.
 #include "device.h"
+#include "record.h"
 #include "streams.h"
 
 #undef cuStreamWriteValue32  // the header renames it; torch looks the plain name up
@@ -46,12 +47,12 @@ CUDA_API cudaError_t cudaStreamDestroy(cudaStream_t stream) { return cudaStreamS
 
 CUDA_API cudaError_t cudaStreamQuery(cudaStream_t stream) {
     enter_runtime();
-    return stream_of(stream)->idle() ? cudaSuccess : cudaErrorNotReady;
+    return stream_of(stream)->is_drained() ? cudaSuccess : cudaErrorNotReady;
 }
 
 CUDA_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     enter_runtime();
-    if (auto mark = mark_of(event)) stream_of(stream)->push([mark] { mark->wait(); });
+    if (auto mark = mark_of(event)) stream_of(stream)->follow(mark);
     return cudaSuccess;
 }
 
@@ -88,8 +89,6 @@ CUDA_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureSta
     return cudaSuccess;
 }
 
-CUDA_API cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
-
 CUDA_API cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
     enter_runtime();
     *event = reinterpret_cast<cudaEvent_t>(new Event);
@@ -114,13 +113,19 @@ CUDA_API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t st
 }
 
 CUDA_API cudaError_t cudaEventQuery(cudaEvent_t event) {
+    if (cudaError_t error = unsafe_call()) return error;
     auto mark = mark_of(event);
-    return !mark || mark->is_set() ? cudaSuccess : cudaErrorNotReady;
+    if (mark && !mark->is_set()) return cudaErrorNotReady;
+    if (mark) record::joined(mark->number());
+    return cudaSuccess;
 }
 
 CUDA_API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     enter_runtime();
-    if (auto mark = mark_of(event)) mark->wait();
+    if (auto mark = mark_of(event)) {
+        mark->wait();
+        record::joined(mark->number());
+    }
     return cudaSuccess;
 }
 

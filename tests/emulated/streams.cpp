@@ -15,6 +15,8 @@
 
 #include "device.h"
 #include "memory.h"
+#include "python_lock.h"
+#include "record.h"
 
 namespace emulated {
 
@@ -45,6 +47,7 @@ void Mark::set() {
 }
 
 void Mark::wait() {
+    const WithoutPythonsLock meanwhile;  // which the thread that sets the mark may need
     std::unique_lock<std::mutex> held(lock_);
     reached_.wait(held, [this] { return set_; });
 }
@@ -59,15 +62,18 @@ std::chrono::steady_clock::time_point Mark::set_at() {
     return at_;
 }
 
-Stream::Stream(int device, unsigned number, int priority) : device_(device), priority_(priority) {
+Stream::Stream(int device, unsigned number, int priority) : device_(device), priority_(priority), number_(number) {
     std::seed_seq seed{unsigned(number_from_environment("EMULATED_SEED", 0)), unsigned(getpid()), number};
     random_.seed(seed);
 }
 
-void Stream::push(std::function<void()> work) { push(Task{std::move(work), nullptr}); }
+void Stream::push(std::function<void()> work, int lags) {
+    std::lock_guard<std::mutex> held(lock_);
+    const uint64_t recorded = record::pushed(number_);
+    push(Task{std::move(work), nullptr, lags, recorded});
+}
 
 void Stream::push(Task task) {
-    std::lock_guard<std::mutex> held(lock_);
     ++unfinished_;
     queue_.push_back(std::move(task));
     if (!started_) std::thread([this] { work_off(); }).detach();
@@ -75,7 +81,17 @@ void Stream::push(Task task) {
     pushed_.notify_one();
 }
 
+namespace {
+thread_local Stream* current = nullptr;  // of a stream's thread
+}
+
+void Stream::hang() {
+    current->hangs_ = true;
+    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
+}
+
 void Stream::work_off() {
+    current = this;
     allow_device_memory(true);
     for (;;) {
         Task task;
@@ -85,27 +101,47 @@ void Stream::work_off() {
             task = std::move(queue_.front());
             queue_.pop_front();
         }
-        lag();
-        if (task.work) task.work();
+        lag(task.lags);
+        if (task.work) {
+            const record::Running running(task.recorded);
+            task.work();
+        }
         --unfinished_;  // before the mark: whoever has waited for that finds the stream idle
         if (task.mark) task.mark->set();
     }
 }
 
-void Stream::lag() {
+void Stream::lag(int lags) {
     static const int delay_us = number_from_environment("EMULATED_DELAY_US", 0);
     if (begun_++ % SPELL == 0) longest_lag_us_ = delay_us * LAGS[random_() % 4];
-    if (longest_lag_us_ > 0 && random_() % 100 < LATE_PERCENT) usleep(random_() % longest_lag_us_);
+    if (longest_lag_us_ > 0 && random_() % 100 < LATE_PERCENT) usleep(random_() % (longest_lag_us_ * lags));
 }
 
 std::shared_ptr<Mark> Stream::mark() {
-    auto mark = std::make_shared<Mark>();
-    push(Task{nullptr, mark});
+    std::lock_guard<std::mutex> held(lock_);
+    auto mark = std::make_shared<Mark>(record::marked(number_));
+    push(Task{nullptr, mark, 1, 0});
     return mark;
 }
 
+void Stream::follow(std::shared_ptr<Mark> mark) {
+    std::lock_guard<std::mutex> held(lock_);
+    record::waits(number_, mark->number());
+    push(Task{[mark] { mark->wait(); }, nullptr, 1, 0});
+}
+
 void Stream::drain() {
-    if (!idle()) mark()->wait();
+    if (is_drained()) return;
+    auto end = mark();
+    end->wait();
+    record::joined(end->number());
+}
+
+bool Stream::is_drained() {
+    std::lock_guard<std::mutex> held(lock_);
+    if (!idle()) return false;
+    record::joined(record::marked(number_));
+    return true;
 }
 
 Stream* make_stream(int device, int priority) {
@@ -130,14 +166,25 @@ Stream* stream_of(cudaStream_t handle, int device) {
 
 Stream* stream_of(cudaStream_t handle) { return stream_of(handle, host_thread().device); }
 
-void drain_device(int device) {
+namespace {
+template <typename Which>
+void drain_those(Which which) {
     std::vector<Stream*> all;
     {
         std::lock_guard<std::mutex> held(registry_lock);
         for (Stream* stream : streams)
-            if (stream->device() == device) all.push_back(stream);
+            if (which(stream)) all.push_back(stream);
     }
     for (Stream* stream : all) stream->drain();
+}
+}  // namespace
+
+void drain_device(int device) {
+    drain_those([device](Stream* stream) { return stream->device() == device; });
+}
+
+void drain_all() {
+    drain_those([](Stream* stream) { return !stream->hangs(); });
 }
 
 }  // namespace emulated

@@ -6,6 +6,9 @@
 #include <algorithm>
 #include <set>
 #include <stdexcept>
+#include <vector>
+
+#include "bridge.h"
 
 namespace emulated {
 
@@ -26,6 +29,36 @@ at::Tensor turned(const at::Tensor& tensor, To to, bool written) {
     if (tensor.is_cuda()) return to == To::host ? host_view(tensor) : meta_of(tensor);
     if (to == To::meta) return tensor.dim() == 0 ? tensor : meta_of(tensor);  // one number mixes with any device
     return written ? tensor : tensor.detach().clone();
+}
+
+// Row by row where a tensor has gaps, as long as the rows are few: what lies between may be another stream's.
+void touches(const at::Tensor& tensor, bool written) {
+    if (!tensor.defined() || tensor.is_meta() || tensor.numel() == 0 || !tensor.has_storage()) return;
+    constexpr size_t MOST_ROWS = 4096;
+    std::vector<std::pair<int64_t, int64_t>> dims;  // stride and size, the smallest stride first
+    for (int64_t i = 0; i < tensor.dim(); ++i)
+        if (tensor.size(i) > 1 && tensor.stride(i) != 0) dims.emplace_back(tensor.stride(i), tensor.size(i));
+    std::sort(dims.begin(), dims.end());
+    int64_t run = 1;  // elements without a gap
+    size_t first = 0;
+    for (; first < dims.size() && dims[first].first <= run; ++first) run = dims[first].first * (dims[first].second - 1) + run;
+    size_t rows = 1;
+    for (size_t i = first; i < dims.size(); ++i) rows *= size_t(dims[i].second);
+    const auto width = int64_t(tensor.element_size());
+    const auto* start = static_cast<const char*>(tensor.data_ptr());
+    if (rows > MOST_ROWS) {
+        for (; first < dims.size(); ++first) run += dims[first].first * (dims[first].second - 1);
+        rows = 1;
+    }
+    for (size_t row = 0; row < rows; ++row) {
+        int64_t at = 0;
+        size_t rest = row;
+        for (size_t i = first; i < dims.size() && rows > 1; ++i) {
+            at += int64_t(rest % size_t(dims[i].second)) * dims[i].first;
+            rest /= size_t(dims[i].second);
+        }
+        emulated_touches(start + at * width, size_t(run * width), written);
+    }
 }
 
 bool is_list_of_optional(const IValue& value) {
@@ -60,6 +93,15 @@ IValue turned(const IValue& value, To to, bool written) {
     if (value.isDevice()) return c10::Device(to == To::host ? at::kCPU : at::kMeta);
     if (value.isGenerator() && value.toGenerator().device().is_cuda()) return IValue();
     return value;
+}
+
+void touches(const IValue& value, bool written) {
+    if (value.isTensor()) return touches(value.toTensor(), written);
+    if (value.isTensorList())
+        for (const at::Tensor& tensor : value.toTensorVector()) touches(tensor, written);
+    if (is_list_of_optional(value))
+        for (std::optional<at::Tensor> one : c10::impl::toTypedList<std::optional<at::Tensor>>(value.toList()))
+            if (one) touches(*one, written);
 }
 
 IValue allocated_like(const IValue& shapes, c10::Device device) {

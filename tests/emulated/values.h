@@ -23,6 +23,9 @@ IValue allocated_like(const IValue& shapes, c10::Device device);
 // Copies results into the tensors, or lists of tensors, that callers were given.
 void store(const IValue& made, const IValue& given);
 
+// Notes that the work which is enqueued next reads, or writes, what these tensors span of memory.
+void touches(const IValue& value, bool written);
+
 bool is_written(const c10::Argument& argument);
 bool has_random_numbers(const c10::FunctionSchema& schema);
 bool returns_only_tensors(const c10::FunctionSchema& schema);

@@ -195,6 +195,13 @@ def test_the_table_fits_80_columns(figures: dict) -> None:
     assert "rank 1 slowed 1.5x and rank 0 slowed 2x (emulated: it sleeps after every microbatch)" in stated
 
 
+@pytest.mark.parametrize(("load", "stated"), [(0.9, False), (1.0, True), (7.25, True)])
+def test_a_busy_machine_is_named_beside_the_table(figures: dict, load: float, stated: bool) -> None:
+    figures |= {"machine": {"cores": 2}, "load_1min": {"begin": load, "end": 9.0}}
+    text = " ".join(shown(*tables(figures, 80)).split())
+    assert (f"The machine was busy: its load was {load:.1f}, on 2 cores" in text) == stated
+
+
 def test_many_arms_are_spread_over_tables_that_fit(figures: dict) -> None:
     figures["arms"] = dict.fromkeys(ARM_NAMES, figures["arms"]["odc"])
     text = shown(*tables(figures, 80))

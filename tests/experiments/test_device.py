@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from pathlib import Path
 
 import pytest
@@ -63,17 +62,13 @@ def test_ranks_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     devices(monkeypatch, 2)
     taken: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    switch = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    monkeypatch.delenv(switch, raising=False)
     for rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        assert take_device("cuda", 2) == torch.device("cuda", rank)
-    assert switch not in os.environ
-    monkeypatch.setenv(switch, "0")  # given back after the test
+        assert take_device("cuda") == torch.device("cuda", rank)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    assert take_device("cuda", 3) == torch.device("cuda", 0) and os.environ[switch] == "1"
+    assert take_device("cuda") == torch.device("cuda", 0)
     assert taken == [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cuda", 0)]
-    assert take_device("cpu", 2) == torch.device("cpu") and len(taken) == 3
+    assert take_device("cpu") == torch.device("cpu") and len(taken) == 3
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number}")
     assert device.device_names() == ["GPU 0", "GPU 1"], "as a comparison's figures name them"
     settle(torch.device("cpu"))

@@ -43,6 +43,8 @@ SETTINGS = {
     "server": Settings(timeout_s=60.0),
     "direct": Settings(timeout_s=60.0, accumulate="direct", prefetch=0, push_overlap=False),
     "reproducible": Settings(timeout_s=60.0, reproducible=True, second_buffer=True, engine="sockets"),
+    "changes": Settings(timeout_s=60.0, changes="on"),
+    "changes-kept": Settings(timeout_s=60.0, changes="on", second_buffer=True, accumulate="direct"),
     "views": Settings(timeout_s=60.0, gradient_views=True),
 }
 
@@ -56,8 +58,13 @@ def test_equal_to_fsdp2(host_ranks: HostPools, hosts: int, per_host: int, marked
     assert min(found) > 1000
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "server"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "changes",
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in SETTINGS if one not in ("server", "changes")),
+    ],
+)
 def test_equal_with_other_settings(host_ranks: HostPools, settings: str) -> None:
     host_ranks(2, 2).run(same, ((1, 2, 1, 3), (2, 0, 2, 1)), SETTINGS[settings], "last")
 
@@ -139,14 +146,16 @@ def test_a_minibatch_is_abandoned_on_every_host(rank: int, world: int) -> None:
         assert torch.equal(one.grad.full_tensor(), other.grad.full_tensor()), "what was abandoned has been summed"
 
 
-def crossing(rank: int, world: int, microbatches: int, replicas: int = 1, sharding: Any = "mesh") -> tuple[int, int]:
-    """Bytes that this rank's host sends in a minibatch, and those of all parameters, in fp32."""
+def crossing(
+    rank: int, world: int, microbatches: int, replicas: int = 1, sharding: Any = "mesh", changes: Any = "off"
+) -> tuple[int, int]:
+    """Bytes that this rank's host sends in a minibatch, and those of all parameters, in fp32; no weight changes."""
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
     names = ("replicas", "ranks")[replicas == 1 :]
     mesh = init_device_mesh("cpu", (replicas, world // replicas)[replicas == 1 :], mesh_dim_names=names)
     for layer in model:
         fully_shard(layer, mesh=mesh, optimizer_sharding=sharding)
-    fully_shard(model, mesh=mesh, optimizer_sharding=sharding)
+    fully_shard(model, mesh=mesh, optimizer_sharding=sharding, settings=Settings(changes=changes))
 
     def minibatch() -> None:
         with model.minibatch():
@@ -179,6 +188,12 @@ def test_each_byte_crosses_the_network_once(host_ranks: HostPools, per_host: int
     """Whatever the microbatches and the ranks of a host: half of the shards, and half of the sums."""
     for found, model in host_ranks(2, per_host).run(crossing, microbatches):
         assert model < found < 1.05 * model, (found, model)
+
+
+def test_shards_that_have_not_changed_do_not_cross_again(host_ranks: HostPools) -> None:
+    """What is left are the sums."""
+    for found, model in host_ranks(2, 2).run(crossing, 1, 1, "mesh", "auto"):
+        assert model / 2 < found < 1.05 * model / 2, (found, model)
 
 
 @pytest.mark.thorough

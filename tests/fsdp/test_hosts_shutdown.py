@@ -12,6 +12,7 @@ from support.exact import Exact, batch
 from support.host_ranks import spawn_on_hosts
 from support.hosts import Hosts, need_hosts
 from support.on_ranks import on_hosts
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from odc import Settings, fully_shard
 from odc.fsdp import root_of
@@ -35,6 +36,17 @@ def evaluated(rank: int, timeout_s: float = 600.0) -> Any:
     with torch.no_grad():
         model(batch(rank, 0, 1))
     return model
+
+
+@on_hosts(2, 2)
+def test_a_model_is_dropped_while_torch_traces_another(rank: int, world: int) -> None:
+    model = evaluated(rank)
+    connections = root_of(model).member._hosts
+    assert connections is not None
+    with FakeTensorMode():
+        root_of(model).shut_down()()
+    assert connections.links._closed, "the partners know"
+    dist.barrier()
 
 
 @pytest.mark.parametrize("early", [0, 3])

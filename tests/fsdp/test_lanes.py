@@ -3,38 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from support.deferred import DeferredMover, LateCopies
+from support.deferred import LateCopies, late
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import odc.protocol.layout
 from odc import Settings, fully_shard
 from odc.fsdp import root_of
-from odc.memory import shm
-
-
-@contextmanager
-def late(skipped: frozenset[str] = frozenset()) -> Iterator[list[LateCopies]]:
-    """Heaps made inside the block copy late; gives their lanes. Functions in `skipped` do not wait for them."""
-    made: list[LateCopies] = []
-
-    def lanes() -> LateCopies:
-        made.append(LateCopies())
-        made[-1].skipped = skipped
-        return made[-1]
-
-    before = shm.HostLanes, odc.protocol.layout.mover_for
-    shm.HostLanes, odc.protocol.layout.mover_for = lanes, lambda settings, device, own: DeferredMover(made[-1])  # type: ignore[misc,assignment]
-    try:
-        yield made
-    finally:
-        shm.HostLanes, odc.protocol.layout.mover_for = before  # type: ignore[misc]
 
 
 def trained(rank: int, world: int, settings: Settings, compute: torch.dtype | None) -> list[torch.Tensor]:

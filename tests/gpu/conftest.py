@@ -14,7 +14,6 @@ import torch
 from support.ranks import RankPool
 
 _HERE = Path(__file__).parent
-SHARED = (("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"),)  # torch's own switch: several ranks on one device
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -74,7 +73,7 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
     pools: dict[int, RankPool] = {}
-    yield lambda world: pools.setdefault(world, RankPool(world, SHARED))
+    yield lambda world: pools.setdefault(world, RankPool(world))
     outcomes = [outcome for one in pools.values() for outcome in one.close()]
     unclean = [outcome.describe() for outcome in outcomes if outcome.exit_code != 0]
     assert not unclean, "ranks did not end in good order:\n" + "\n".join(unclean)

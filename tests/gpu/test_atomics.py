@@ -22,7 +22,7 @@ def sums(rank: int, world: int) -> tuple[bool, list[torch.Tensor]]:
     device = own_device(rank)
     model: Any = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).to(device)
     nn.init.eye_(model[0].weight), nn.init.eye_(model[1].weight)
-    settings = Settings(accumulate="direct")
+    settings = Settings(accumulate="direct", copy_engine_bytes=1)
     for layer in model:
         fully_shard(layer, mesh=init_device_mesh("cuda", (world,)), settings=settings)
     fully_shard(model, mesh=init_device_mesh("cuda", (world,)), settings=settings)
@@ -36,21 +36,29 @@ def sums(rank: int, world: int) -> tuple[bool, list[torch.Tensor]]:
     return atomic, gradients
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_the_driver_decides_how_peers_are_added_to(native: bool) -> None:
-    """Two emulated devices, whose driver is told what to answer; on others it answers as it finds."""
+@pytest.mark.parametrize(
+    ("world", "pairs", "native"),
+    [(2, "0", False), (2, "0-1", True), (3, "0-1,1-2", False), (3, "0-1,0-2,1-2", True)],
+    ids=["a pair without", "a pair with", "one pair of three without", "three with"],
+)
+def test_the_driver_decides_how_peers_are_added_to(world: int, pairs: str, native: bool) -> None:
+    """Emulated devices, whose driver is told of which pairs to say that atomics are native; others answer as they are.
+
+    One pair without keeps all ranks from atomics: who adds under the lock must meet none that takes it not.
+    """
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
     if "libemulated_cuda" not in os.environ.get("LD_PRELOAD", ""):
-        if torch.cuda.device_count() < 2 or device_links.native_atomics(0, 1) != native:
+        if torch.cuda.device_count() < 2 or world > 2 or device_links.native_atomics(0, 1) != native:
             pytest.skip(f"needs two devices with native atomics between them: {native}")
-    told = ("EMULATED_DEVICES", "2"), ("EMULATED_P2P_ATOMICS", str(int(native)))
-    pool = RankPool(2, (("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1"), *told))
+    told = ("EMULATED_DEVICES", str(world)), ("EMULATED_P2P_ATOMICS", pairs)
+    pool = RankPool(world, told)
     try:
         found = pool.run(sums, timeout=240)
     finally:
         pool.close()
-    assert [atomic for atomic, _ in found] == [native] * 2
+    assert [atomic for atomic, _ in found] == [native] * world
+    expected = 2.0 * sum(1 + rank + number for rank in range(world) for number in range(3)) / world
     for _, gradients in found:
         for gradient in gradients:
-            assert gradient.unique().tolist() == [2.0 * (1 + 2 + 3 + 2 + 3 + 4) / 2], "exact in any order"
+            assert gradient.unique().tolist() == [expected], "exact in any order"

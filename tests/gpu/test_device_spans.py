@@ -117,8 +117,9 @@ def test_a_stall_is_waiting_until_the_last_rank_arrives(device: torch.device) ->
         for event in arrived:
             stream.wait_event(event)
         with torch.cuda.stream(stream):
+            own = torch.ones(512, 512, device=device)  # what another stream frees may be given out again there
             for _ in range(3):
-                values = values @ values / 512
+                own = own @ own / 512
         end, lane = one.now_in(stream), COLLECTIVE_LANES[FETCH]
         one.add(FETCH, begin, end_ns=end, unit="unit", peer=COLLECTIVE, lane=lane)
     start = recorders[0].now()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from odc import Settings, fully_shard, shutdown
 from odc.errors import StaleParametersError
 from odc.fsdp import live_roots, root_of
+from odc.movers import driver
+from odc.movers.choice import device_mover
 from odc.protocol import Gradient
 
 WIDTH, BLOCKS, STEPS = 64, 4, 3
@@ -54,6 +57,8 @@ def equals_the_whole_model(rank: int, world: int, settings: Settings, low: bool)
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy, settings=settings)
     fully_shard(model, mesh=mesh, mp_policy=policy, settings=settings)
+    by_kernels = device_mover(root_of(model).layout.mover).atomic
+    assert by_kernels or find_spec("triton") is None, "kernels were given up for torch's copies"
     optimizers = [torch.optim.SGD(one.parameters(), lr=1.0) for one in (whole, model)]
     for step in range(STEPS):
         for other in range(world):
@@ -73,34 +78,41 @@ def equals_the_whole_model(rank: int, world: int, settings: Settings, low: bool)
         way += float((after - before).square().sum())
     leave()
     assert way > 1e-6, "nothing was learnt"
+    assert not driver._refused, f"the driver refused a batch of copies: CUDA error {driver._refused}"
     return (apart / way) ** 0.5
+
+
+#: As of a large model, whose pieces are above `copy_engine_bytes`: here a weight's shard has 16 KiB on 2 ranks.
+BY_ENGINE = {"copy_engine_bytes": 1}
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     "settings",
     [
-        Settings(),
-        Settings(prefetch=0, push_overlap=False),
-        Settings(accumulate="direct"),
-        Settings(reproducible=True),
-        Settings(staging_block_bytes=4096),  # a weight's shard of 16 KiB goes through a slot in parts
-        Settings(gradient_views=True),
+        Settings(**BY_ENGINE),
+        Settings(),  # kernels alone
+        Settings(copy_engine_bytes=4096),  # weights by the copy engine, biases by kernels
+        Settings(prefetch=0, push_overlap=False, **BY_ENGINE),
+        Settings(accumulate="direct", **BY_ENGINE),
+        Settings(reproducible=True, **BY_ENGINE),
+        Settings(staging_block_bytes=4096, **BY_ENGINE),  # a weight's shard goes through a slot in parts
+        Settings(gradient_views=True, **BY_ENGINE),
     ],
-    ids=["default", "no overlap", "direct", "reproducible", "small slots", "gradient views"],
+    ids=["engine", "kernels", "both", "no overlap", "direct", "reproducible", "small slots", "gradient views"],
 )
 def test_fp32_equals_the_unsharded_model(ranks, world: int, settings: Settings) -> None:
     assert max(ranks(world).run(equals_the_whole_model, settings, False, timeout=240)) < 1e-4
 
 
 def test_bf16_is_as_near_as_autocast(ranks) -> None:
-    assert max(ranks(2).run(equals_the_whole_model, Settings(), True, timeout=240)) < 0.1
+    assert max(ranks(2).run(equals_the_whole_model, Settings(**BY_ENGINE), True, timeout=240)) < 0.1
 
 
 @pytest.mark.parametrize("accumulate", ["server", "direct"])
 def test_kernels_equal_torch(ranks, accumulate: str) -> None:
     pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
-    settings = Settings(kernels="triton", accumulate=accumulate)
+    settings = Settings(kernels="triton", accumulate=accumulate, **BY_ENGINE)
     assert max(ranks(2).run(equals_the_whole_model, settings, False, timeout=280)) < 1e-4
 
 
@@ -216,6 +228,25 @@ def test_weights_changed_inside_a_minibatch_are_refused(rank: int, world: int) -
             model(torch.randn(2, 64, device=device))
         model.publish()
         model(torch.randn(2, 64, device=device))
+    leave()
+
+
+@on_ranks(1)
+def test_weights_changed_between_two_microbatches_are_refused_at_their_end(rank: int, world: int) -> None:
+    """No microbatch waits for the check; the changed one runs, and no gradient is written."""
+    device = own_device(rank)
+    model = fully_shard(block(64).to(device), mesh=init_device_mesh("cuda", (world,)))
+
+    def run() -> None:
+        with model.minibatch():
+            for _ in range(2):
+                model(torch.randn(2, 64, device=device)).sum().backward()
+                with torch.no_grad():
+                    model[2].weight.to_local().add_(1.0)
+
+    with pytest.raises(StaleParametersError, match="2.weight changed inside an open minibatch"):
+        run()
+    assert all(parameter.grad is None for parameter in model.parameters())
     leave()
 
 

@@ -15,39 +15,50 @@ from support.compare import differences
 from support.device import own_device
 from support.exact import Exact, await_sums_in_backward, batch, changed_by_rounding, claimed, train
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
 from odc.fsdp import live_roots
 from odc.net.engines import staging
+from odc.protocol import HeapLayout, UnitSpec, Word
 
 HostPools = Callable[[int, int], Any]
 Counts = tuple[tuple[int, ...], ...]
-HERE = {
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    "TMPDIR": "/dev/shm",  # torch names its sockets by process numbers, which differ within a host only
-}
 
 
 def same(
-    rank: int, world: int, counts: Counts, settings: Settings, shape: tuple[int, ...], sharding: str = "mesh"
+    rank: int,
+    world: int,
+    counts: Counts,
+    settings: Settings,
+    shape: tuple[int, ...],
+    sharding: str = "mesh",
+    compute: torch.dtype | None = None,
 ) -> int:
-    """Backwards are marked where shards span hosts, of two ranks all. With `sharding` "world" FSDP2 has a 1-D mesh."""
-    os.environ.update(HERE)
+    """Backwards are marked where shards span hosts, of two ranks all. With `sharding` "world" FSDP2 has a 1-D mesh.
+
+    Sums are exact in the dtype `compute`, too.
+    """
     own_device(int(os.environ.get("LOCAL_RANK", rank)))
     staging.CHUNK_BYTES = 512  # every shard takes several
     names = ("replicas", "shards")[-len(shape) :]
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
     marks = "none" if len(shape) > 1 else "all" if world == 2 else "last"
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
     ours = train(
         fully_shard, rank, counts, marks, device="cuda", gathered=False,
-        mesh=mesh, settings=settings, optimizer_sharding=sharding,
+        mesh=mesh, settings=settings, optimizer_sharding=sharding, mp_policy=policy,
     )  # fmt: skip
+    layouts = [root.layout for root in live_roots()]
+    saved = sum(layout.local(member).board.load(Word.SAVED) for layout in layouts for member in layout.grid.local)
+    assert (saved > 0) == (settings.changes == "on"), f"{saved} bytes did not have to cross"
     for root in live_roots():
         root.shut_down()
     flat = shape if sharding == "mesh" else (world,)
     reference = init_device_mesh("cpu", flat, mesh_dim_names=("replicas", "shards")[-len(flat) :])
-    wrong = differences(ours, train(torch_fully_shard, rank, counts, gathered=False, mesh=reference), None)
+    theirs = train(torch_fully_shard, rank, counts, gathered=False, mesh=reference, mp_policy=policy)
+    wrong = differences(ours, theirs, None)
     assert not wrong, "\n".join(wrong)
     return sum(int(one.count_nonzero()) for one in ours.values() if one is not None)
 
@@ -57,10 +68,10 @@ COUNTS = {
     3: ((1, 1, 2), (2, 0, 1)),
     4: ((1, 1, 1, 1), (2, 1, 3, 1), (0, 2, 0, 1)),
 }
-SETTINGS = {
-    "server": Settings(timeout_s=120.0),
-    "by torch": Settings(timeout_s=120.0, kernels="torch"),
-    "direct": Settings(timeout_s=120.0, accumulate="direct", prefetch=0, push_overlap=False),
+SETTINGS = {  # what goes by the copy engine where models are large goes by it here
+    "server": Settings(timeout_s=120.0, copy_engine_bytes=1),
+    "by torch": Settings(timeout_s=120.0, copy_engine_bytes=1, kernels="torch"),
+    "direct": Settings(timeout_s=120.0, copy_engine_bytes=1, accumulate="direct", prefetch=0, push_overlap=False),
 }
 
 
@@ -82,6 +93,40 @@ def test_equal_to_fsdp2(pools: HostPools, per_host: int) -> None:
 @pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "server"])
 def test_equal_with_other_settings(pools: HostPools, settings: str) -> None:
     pools(2, 2).run(same, COUNTS[4], SETTINGS[settings], (4,), timeout=240)
+
+
+def same_by_changes(
+    rank: int, world: int, counts: Counts, settings: Settings, shape: tuple[int, ...], compute: torch.dtype | None
+) -> int:
+    """How often this rank has read changes and applied them; all is as of FSDP2."""
+    applied, patch = list[int](), HeapLayout.patch
+
+    def note(self: HeapLayout, unit: UnitSpec, shard: torch.Tensor, packed: torch.Tensor) -> None:
+        applied.append(unit.index)
+        assert shard.is_cuda and packed.is_cuda
+        patch(self, unit, shard, packed)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(HeapLayout, "patch", note)
+        same(rank, world, counts, settings, shape, "mesh", compute)
+    return len(applied)
+
+
+CHANGES = {
+    "on": Settings(timeout_s=120.0, copy_engine_bytes=1, changes="on", check_protocol=True),
+    "inline": Settings(
+        timeout_s=120.0, copy_engine_bytes=1, changes="on", second_buffer=True, prefetch=0, push_overlap=False
+    ),
+}
+
+
+@pytest.mark.parametrize(("per_host", "settings"), [(1, "on"), (2, "on"), (2, "inline")])
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_changes_equal_fsdp2(pools: HostPools, per_host: int, settings: str, compute: torch.dtype | None) -> None:
+    """Packed and applied by kernels; checksums of shards are compared, too."""
+    world = 2 * per_host
+    found = pools(2, per_host).run(same_by_changes, COUNTS[world], CHANGES[settings], (world,), compute, timeout=240)
+    assert min(sum(found[:per_host]), sum(found[per_host:])) > 0
 
 
 def test_hybrid_sharding_equals_fsdp2(pools: HostPools) -> None:
@@ -113,10 +158,9 @@ def test_nodes_on_one_host_with_other_settings(ranks: Callable[[int], Any], sett
 
 
 def claimed_on_devices(rank: int, world: int, counts: Counts) -> list[list[int]]:
-    os.environ.update(HERE)
     own_device(int(os.environ.get("LOCAL_RANK", rank)))
     mesh, theirs_on = (init_device_mesh(kind, (world,)) for kind in ("cuda", "cpu"))
-    found = claimed(rank, counts, mesh, theirs_on, Settings(timeout_s=120.0, queue_bytes=1 << 16))
+    found = claimed(rank, counts, mesh, theirs_on, Settings(timeout_s=120.0, copy_engine_bytes=1, queue_bytes=1 << 16))
     for root in live_roots():
         root.shut_down()
     return found
@@ -133,9 +177,8 @@ def sums_in_backward(rank: int, world: int, sums_dtype: Any) -> int:
     """The first layer's backward waits until the last layer's sums have come; then gradients are those of plain torch,
     where each sum of the other host's ranks is rounded once, if sums are. Returns how many numbers that has changed.
     """
-    os.environ.update(HERE)
     device = own_device(int(os.environ["LOCAL_RANK"]))
-    model, settings = Exact().to(device), Settings(timeout_s=120.0, sums_dtype=sums_dtype)
+    model, settings = Exact().to(device), Settings(timeout_s=120.0, copy_engine_bytes=1, sums_dtype=sums_dtype)
     mesh = init_device_mesh("cuda", (world,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, settings=settings)

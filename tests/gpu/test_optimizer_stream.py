@@ -9,10 +9,11 @@ from support.device import own_device
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from odc import fully_shard
+from odc import Settings, fully_shard
 from odc.fsdp import live_roots
 
 STEPS, WIDTH, BUSY = 3, 64, 300
+SETTINGS = Settings(copy_engine_bytes=1)
 
 
 def trained(rank: int, world: int, aside: bool) -> list[torch.Tensor]:
@@ -22,8 +23,8 @@ def trained(rank: int, world: int, aside: bool) -> list[torch.Tensor]:
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).to(device)
     mesh = init_device_mesh("cuda", (world,))
     for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, settings=SETTINGS)
+    fully_shard(model, mesh=mesh, settings=SETTINGS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stream = torch.cuda.Stream(device) if aside else torch.cuda.current_stream(device)
     ballast = torch.zeros(1 << 18, device=device)

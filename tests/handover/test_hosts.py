@@ -15,23 +15,26 @@ import torch
 import torch.distributed as dist
 from support.handover_jobs import Numbered, changed, read_a_trained_model, second_dimension_first
 from support.host_ranks import spawn_on_hosts
-from support.hosts import Hosts, need_hosts
-from support.models import Case, build, next_token_loss, tokens
+from support.hosts import Hosts, Part, need_hosts
+from support.models import Case, build, make, next_token_loss, shard, tokens
 from support.on_ranks import on_hosts
+from support.programs import backward
 from support.rank_worker import report
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
 from odc.errors import PeerLostError, UnsupportedError
 from odc.fsdp import root_of
-from odc.handover import Reader, weight_handle
+from odc.handover import Reader, version, weight_handle
 from odc.handover.handle import WeightHandle
 from odc.net.engines.connections import no_check
 from odc.net.engines.nixl import EXTRA, installed
 from odc.net.engines.server import DESCRIBE, REFUSED, request
 from odc.net.handshake import READER
 from odc.net.network import dial
+from odc.protocol.words import VERSION_WORDS, VERSIONS_KEPT
 from odc.runtime.linking import BOARD, READER_WORDS, board_name
+from odc.settings import Changes
 
 HostPools = Callable[[int, int], Any]
 CASES = {
@@ -88,10 +91,14 @@ def read_what_is_private(rank: int, world: int, engine: str) -> None:
     handle = WeightHandle.from_json(weight_handle(model))
     heap = root_of(model).layout.heap
     places = {one.name: range(*_place(heap.layout, one.name)) for one in heap.layout.requests}
-    open_to_all = [place for name, place in places.items() if name.startswith("published/")]
-    published = range(open_to_all[0].start, open_to_all[-1].stop)
-    private = {name: place for name, place in places.items() if not name.startswith("published/")}
+    open_to_all = {
+        name: place for name, place in places.items() if name.startswith(("published/", "changes/", "versions"))
+    }
+    published = range(min(one.start for one in open_to_all.values()), max(one.stop for one in open_to_all.values()))
+    private = {name: place for name, place in places.items() if name not in open_to_all}
+    assert {"published/0", "changes/0", "versions"} <= open_to_all.keys()
     assert private.keys() >= {"queue", "claimed", "board", "reason", "abandoned", "pushes", "arrived/0", "heap/layout"}
+    assert private.keys() >= {"accumulator/0", "mirror/versions", "cache/0/0"}
     assert not [
         name for name, place in private.items() if place.start < published.stop and place.stop > published.start
     ]
@@ -103,7 +110,7 @@ def read_what_is_private(rank: int, world: int, engine: str) -> None:
             for offset, nbytes in wrong_reads(place, published):
                 with pytest.raises(PeerLostError, match="exposes no"):
                     sockets.read(other, handle.root, offset, torch.zeros(nbytes, dtype=torch.uint8), what=name)
-        for place in open_to_all:
+        for place in open_to_all.values():
             sockets.read(other, handle.root, place.start, torch.zeros(len(place), dtype=torch.uint8))
         for suffix in ("/claim", "/claims"):
             with pytest.raises(PeerLostError, match="does not answer"):
@@ -128,8 +135,61 @@ def _place(layout: Any, name: str) -> tuple[int, int]:
     "engine",
     ["sockets", pytest.param("nixl", marks=pytest.mark.skipif(installed() is None, reason=f"needs NIXL: {EXTRA}"))],
 )
-def test_a_weight_handle_opens_the_published_shards_and_no_other_byte(host_ranks: HostPools, engine: str) -> None:
+def test_a_weight_handle_opens_the_published_shards_and_their_changes_and_no_other_byte(
+    host_ranks: HostPools, engine: str
+) -> None:
     host_ranks(2, 2).run(read_what_is_private, engine)
+
+
+@on_hosts(2, 1)
+def test_after_each_of_fifty_steps_a_reader_gets_the_state_dict_and_moves_a_fifth_of_it(rank: int, world: int) -> None:
+    """Every rank reads the other's shards: after a step by AdamW, and without one, when nothing crosses."""
+    case = Case(counts=((1,),), low_precision=True, frozen="layer", layers=3)
+    model = shard(fully_shard, make(case, width=192), case, init_device_mesh("cpu", (world,)), settings=PACKING)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-5)
+    model.publish()
+    with Reader(weight_handle(model)) as reader:
+        reader.read()
+        moved, whole = Moved(reader), sum(one.nbytes for one in reader._handle.parameters)
+        words = VERSIONS_KEPT * len(root_of(model).layout.units) * VERSION_WORDS * 8
+        for step in range(50):
+            with model.minibatch():
+                backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            model.publish()
+            whole_weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+            number, tensors = reader.read(at_least=version(model))
+            assert number == version(model) and tensors.keys() == whole_weights.keys()
+            wrong = [name for name, one in whole_weights.items() if not torch.equal(tensors[name], one.bfloat16())]
+            assert not wrong, (step, wrong)
+            assert 0 < moved.taken() - words < 0.2 * whole
+            if step % 10 == 0:
+                model.publish()
+                reader.read(at_least=version(model))
+                assert moved.taken() == words
+            dist.barrier()
+
+
+PACKING = Settings(timeout_s=60.0, changes="on")
+
+
+class Moved:
+    """Counts the bytes that a reader reads from other hosts."""
+
+    def __init__(self, reader: Reader) -> None:
+        assert reader._engine is not None
+        self._nbytes, self._read = 0, reader._engine.sockets.read
+        reader._engine.sockets.read = self._counting  # type: ignore[method-assign]
+
+    def _counting(self, rank: int, region: str, offset: int, into: torch.Tensor, **options: Any) -> None:
+        self._nbytes += into.numel()
+        self._read(rank, region, offset, into, **options)
+
+    def taken(self) -> int:
+        """Since this was last asked."""
+        found, self._nbytes = self._nbytes, 0
+        return found
 
 
 READ = """
@@ -164,16 +224,15 @@ def publish_now_and_then(rank: int, world: int, settings: Settings) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("job_hosts", [1, 2])
+@pytest.mark.parametrize(("job_hosts", "changes"), [(1, "auto"), (1, "on"), (2, "auto")])
 def test_a_process_on_a_host_without_ranks_reads_whole_versions_until_a_rank_dies(
-    tmp_path: Path, job_hosts: int
+    tmp_path: Path, job_hosts: int, changes: Changes
 ) -> None:
     """A job on one host listens as it has an address."""
     need_hosts()
     with Hosts(3) as hosts:
-        settings = Settings(timeout_s=60.0, address="" if job_hosts > 1 else hosts[0].address)
-        some = _First(hosts, job_hosts)
-        with spawn_on_hosts(some, 2, publish_now_and_then, settings) as job:  # type: ignore[arg-type]
+        settings = Settings(timeout_s=60.0, address="" if job_hosts > 1 else hosts[0].address, changes=changes)
+        with spawn_on_hosts(Part(hosts, 0, job_hosts), 2, publish_now_and_then, settings) as job:
             job.until_reported(1, [0])
             (tmp_path / "handle").write_text(job.outcomes[0].reports[0])
             (tmp_path / "read.py").write_text(READ)
@@ -188,20 +247,3 @@ def test_a_process_on_a_host_without_ranks_reads_whole_versions_until_a_rank_die
     assert versions == sorted(set(versions)) and versions[0] > 0
     print(f"named {time.monotonic() - begin:.2f} s later: {lines[-1]}")
     assert lines[-1].startswith("reader, "), lines[-1]
-
-
-class _First:
-    """The first of some hosts, as all there are to a job."""
-
-    def __init__(self, hosts: Hosts, count: int) -> None:
-        self._hosts, self._count = hosts, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> Any:
-        return self._hosts[number]
-
-    def rank_environment(self, rank: int, per_host: int) -> dict[str, str]:
-        found = self._hosts.rank_environment(rank, per_host)
-        return {**found, "WORLD_SIZE": str(per_host * self._count), "GROUP_WORLD_SIZE": str(self._count)}

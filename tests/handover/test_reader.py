@@ -6,6 +6,7 @@ import json
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from support.handover_jobs import Job, changed
@@ -82,6 +83,33 @@ def test_sharded_along_another_dimension(job: Job) -> None:
 def test_shapes_and_dtypes_are_known_before_reading(job: Job) -> None:
     with Reader(job.handle) as source:
         assert source.shapes() == {"u0.w": ((15,), F32), "u0.b": ((5,), BF16), "u1.v": ((9,), F32)}
+
+
+def test_into_arrays_of_other_libraries(job: Job) -> None:
+    """By DLPack, whatever their strides and dtypes."""
+    job.publish([1.5, 2.5])
+    strided = np.zeros((15, 2), np.float32)
+    into = {"u0.w": strided[:, 0], "u1.v": np.zeros(9, np.float64)}
+    with Reader(job.handle) as source:
+        found = source.read(into).tensors
+    assert strided.tolist() == [[1.5, 0.0]] * 8 + [[2.5, 0.0]] * 7
+    assert found["u0.w"].tolist() == strided[:, 0].tolist(), "the same memory"
+    assert into["u1.v"].tolist() == [1.5] * 5 + [2.5] * 4
+
+
+def test_arrays_that_cannot_be_filled_are_refused_by_name(job: Job) -> None:
+    job.publish([1.5, 2.5])
+    frozen = np.zeros(9, np.float64)
+    frozen.flags.writeable = False
+    with Reader(job.handle) as source:
+        for wrong, says in (
+            (frozen, "'u1.v' is read-only"),
+            ([0.0] * 9, "'u1.v' is a list"),
+            (np.array(["a"] * 9), "'u1.v' has no memory that torch can fill"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                source.read({"u1.v": wrong})
+    assert not frozen.any()
 
 
 @pytest.mark.parametrize(

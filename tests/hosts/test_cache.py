@@ -193,6 +193,7 @@ def test_the_ledger_shows_the_cost_of_hosts() -> None:
         assert "cache" not in single
         published = sum(max(64, unit.published_bytes) for unit in one.units)
         sums = sum(-(-unit.accumulator_bytes // 64) * 64 for unit in one.units)
+        assert double["changes"] == 3 * 64 and "changes" not in single, "no less than a line each"
         assert (double["cache"], double["sums"]) == (published, 2 * sums), "sums for the other host, and those of it"
         assert (quadruple["cache"], quadruple["sums"]) == (3 * published, 6 * sums)
         shorter = sum(-(-unit.numel * 2 // 64) * 64 for unit in one.units)
@@ -245,14 +246,14 @@ def test_a_read_ahead_that_fails_ends_the_job_of_the_ranks_that_wait_for_it(
     for unit in (0, 1):
         spread.fetch(0, unit)
     spread.caches[0].settle()
-    spread.publish(5.0)
+    spread.publish(50.0)
     monkeypatch.setattr(wait, "REASON_S", 0.0)  # no link will explain it
     spread.engines[0].fails = True
     spread.caches[0]._look_ahead(0, 2)
-    claims = spread.group.layouts[0].share(2).claims(spread.group.units[1])
+    claims = spread.group.layouts[0].share(2).claims(spread.group.units[0])
     while claims.load(0) < 2:
         time.sleep(0.001)
     for me in (1, 0):
         with pytest.raises(PeerLostError, match="PeerLostError in epoch 2: rank 16: connection reset") as caught:
-            spread.fetch(me, 1)
+            spread.fetch(me, 0)
         assert caught.value.culprit == 16

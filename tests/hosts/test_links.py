@@ -14,13 +14,15 @@ import torch
 from support.linked import HOSTS, Linked, connection
 from support.members import F32, HeapGroup
 from support.waiting import until
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from odc.errors import PeerLostError
 from odc.hosts import links as module
+from odc.memory import Words
 from odc.net.liveness import Loss
 from odc.net.messages import PushCounts, StoredWord, encode
 from odc.protocol import Outcome, RootState, Word
-from odc.protocol.words import BOARD_WORDS, decode_outcome, encode_outcome, outcome_word
+from odc.protocol.words import BOARD_WORDS, VersionWord, decode_outcome, encode_outcome, outcome_word
 from odc.settings import Settings
 
 LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)]]
@@ -79,6 +81,58 @@ def test_a_link_begins_with_the_state_of_the_rank(linked: Linked) -> None:
     theirs = linked.group.layouts[3].peer(0)
     assert theirs.abandonment(5) == "too long"
     assert decode_outcome(theirs.board.load(outcome_word(5)), 5) is Outcome.ABANDONED
+
+
+@pytest.mark.parametrize("moment", range(40))
+def test_a_link_begins_while_its_rank_goes_on(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the rank stores in turn, with each word that is loaded for the link, none comes before its reasons."""
+    group = HeapGroup(LAYOUT, 4, settings=Settings(timeout_s=60.0, changes="auto"), hosts=HOSTS)
+    group.attach_local()
+    linked, mine = Linked(group), group.layouts[0].mine
+    explained = encode_outcome(1, Outcome.ABANDONED)
+    turns = [
+        lambda: [mine.versions(unit).store(VersionWord.CHANGED, 1) for unit in group.units],
+        lambda: mine.board.store(Word.PUBLISHED, 1),
+        lambda: mine.set_abandonment(1, "too long"),
+        lambda: mine.board.store(outcome_word(1), explained),
+        lambda: mine.board.store(Word.DONE, 1),
+        lambda: mine.set_reason("it must end"),
+        lambda: mine.board.store(Word.ABORT, 1),
+    ]
+    load, calls, stored = Words.load, itertools.count(), list[object]()
+
+    def load_between(words: Words, i: int) -> int:
+        if moment <= next(calls) and len(stored) < len(turns):
+            stored.append(None)
+            turns[len(stored) - 1]()
+        return load(words, i)
+
+    monkeypatch.setattr(Words, "load", load_between)
+    messages = linked.links[0]._first_messages()
+    monkeypatch.setattr(Words, "load", load)
+    theirs = group.layouts[2].remote(0)
+    for message in messages:
+        linked.links[2]._take(0, message, None)
+        if theirs.board.load(Word.PUBLISHED):
+            assert [theirs.versions(unit).load(VersionWord.CHANGED) for unit in group.units] == [1, 1]
+        if theirs.board.load(outcome_word(1)) == explained:
+            assert theirs.abandonment(1) == "too long"
+        assert theirs.board.load(Word.PUBLISHED) >= theirs.board.load(Word.DONE)
+        if theirs.board.load(Word.DONE):
+            assert theirs.board.load(outcome_word(1)) == explained
+        if theirs.board.load(Word.ABORT):
+            assert theirs.reason == "it must end"
+    linked.close()
+
+
+def test_links_close_while_torch_traces_a_model(linked: Linked) -> None:
+    """The garbage collector closes a root at any moment."""
+    linked.join()
+    linked.group.layouts[0].mine.set_reason("done")
+    with FakeTensorMode():
+        linked.links[0].close()
+    theirs = linked.group.layouts[0].remote(2)
+    assert (theirs.board.load(Word.LEFT), theirs.reason) == (1, "done")
 
 
 def test_a_closed_minibatch_is_sent_at_once_with_what_status_shows(

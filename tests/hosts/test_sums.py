@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.deferred import late_heaps
 from support.linked import HOSTS
 from support.members import BF16, HeapGroup
 from support.spread import LAYOUT, Spread
@@ -196,10 +197,33 @@ def test_sums_are_rounded_once_as_they_leave() -> None:
     spread.close()
 
 
+def test_a_daemon_does_not_wait_for_a_device_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SUMMED is sent in a later turn, once what the device was asked for is there; COMPLETE waits for it."""
+    lanes = late_heaps(monkeypatch, atomic=True)
+    spread = Spread(sums_dtype="bfloat16")
+    spread.publish()
+    for me in (2, 3):
+        with lanes[me].lane("push"):
+            spread.push(me, 0, 1.0, last=True)
+    for me in (2, 3):
+        with lanes[me].lane("server"):
+            lanes[me].ask(lambda: None)  # the device is busy
+    before = lanes[2].settled
+    assert spread.sums[2].announce() and not spread.summed, "the device has not rounded it yet"
+    assert not spread.sums[2].announce()
+    assert [(member, epoch) for member, epoch, _ in spread.summed] == [(2, 1)] and lanes[2].settled == before
+    assert spread.sums[3].announce()
+    before = lanes[3].settled
+    spread.sums[3].complete([True, False, False])
+    assert lanes[3].settled == before + 1, "the daemon's rounding is over before this rank is COMPLETE"
+    assert not spread.sums[3].announce() and len(spread.summed) == 1, "what is COMPLETE is not announced any more"
+    spread.close()
+
+
 def test_what_cannot_be_rounded_is_refused() -> None:
     with pytest.raises(ValueError, match="would round the sums that"):
         Settings(sums_dtype="bfloat16", reproducible=True)
-    with pytest.raises(ValueError, match="sums_dtype must be one of accumulator, bfloat16, not 'half'"):
+    with pytest.raises(ValueError, match="sums_dtype must be one of accumulator, bfloat16, int8, not 'half'"):
         Settings(sums_dtype="half")  # type: ignore[arg-type]
     settings = Settings(sums_dtype="bfloat16")
     with pytest.raises(UnsupportedError, match="is for a mesh whose shards lie on several hosts"):

@@ -52,6 +52,7 @@ def test_one_minibatch_equals_torch(interpreted: Pools, accumulate: str, low_pre
     case = Case(counts=((1, 1),), steps=steps, layers=1, low_precision=low_precision, tied=low_precision)
     for launches in interpreted(2).run(same_as_torch, case, {"accumulate": accumulate}):
         assert launches.keys() == USED[accumulate]
+        assert launches.pop("publish") >= steps, "all units in one launch"
         assert min(launches.values()) > 1
 
 

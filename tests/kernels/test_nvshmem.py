@@ -37,10 +37,16 @@ def test_the_device_library_is_found_or_named(rank: int, world: int, tmp_path: P
         found = SimpleNamespace(submodule_search_locations=["/nowhere", str(tmp_path)])
         patch.setattr(importlib.util, "find_spec", lambda name: found)
         with pytest.raises(UnsupportedError, match=r"odc-fsdp\[bitcode\]"):
-            device_library()
+            device_library(90)
         path.parent.mkdir(parents=True)
         path.touch()
-        assert device_library() == path
+        assert device_library(90) == path
+        for number in (75, 80, 100):  # as NVSHMEM 3.8 has them
+            path.with_name(f"{LIBRARY}_sm_{number}.bc").touch()
+        assert [device_library(number).stem for number in (75, 90, 103)] == [
+            f"{LIBRARY}_sm_{number}" for number in (75, 80, 100)
+        ]
+        assert device_library(70) == path
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(UnsupportedError, match="pip install"):
-            device_library()
+            device_library(90)

@@ -19,19 +19,6 @@ def test_tables(rank: int, world: int) -> None:
 
 
 @on_interpreted_ranks(1)
-def test_tables_are_kept(rank: int, world: int) -> None:
-    """Equal numbers are one table; no table stands for other numbers, however many there were."""
-    from odc.kernels import pointer_table
-
-    cpu = torch.device("cpu")
-    assert pointer_table([1, 2], cpu) is pointer_table([1, 2], cpu)
-    for i in range(3000):
-        assert pointer_table([i, -i], cpu).tolist() == [i, -i]
-    assert pointer_table([1, 2], cpu).tolist() == [1, 2]
-    assert pointer_table([1 << 62], cpu).tolist() == [1 << 62]
-
-
-@on_interpreted_ranks(1)
 def test_every_program_finds_its_row(rank: int, world: int) -> None:
     """Rows of one program, of many and of none; every element is copied once, nothing else is touched."""
     from odc.kernels import publish

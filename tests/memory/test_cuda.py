@@ -1,17 +1,18 @@
 """The CUDA heap's own logic (two memories behind one heap) without a device: memory files stand for device memory.
 
-What torch's symmetric memory and CUDA do is not tested here: tests/gpu does, where there is a device.
+What CUDA's driver does is not tested here: tests/gpu does, where there is a device, or an emulated one.
 """
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import os
+import re
 import threading
+import time
 import uuid
-import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,10 @@ from support.conformance import DEADLINE_S, sealed
 from support.heaps import without_a_device
 from support.on_ranks import on_ranks
 
-from odc.errors import HeapMemoryError, OdcError, UnsupportedError
-from odc.memory import _torch_symmetric as symmetric
+from odc.errors import HeapMemoryError, OdcError
 from odc.memory import cuda
-from odc.memory._torch_symmetric import require_nvml
 from odc.memory.cuda import CudaLanes
+from odc.memory.driver_calls import DriverError
 
 
 @on_ranks(2)
@@ -44,37 +44,93 @@ def test_words_and_data_lie_apart(rank: int, world: int) -> None:
         dist.barrier()
 
 
-def meets_before_mapping(rank: int, world: int, identity: str) -> list[str]:
-    """Order of what happens at the first look at a peer's data, and that it happens once."""
-    order: list[str] = []
+def maps_when_used(rank: int, world: int, identity: str) -> list[str]:
+    """What maps when, in threads of all ranks that look at peers in orders of their own."""
+    mapped: list[str] = []
     with without_a_device(identity, tuple(range(world)), rank, DEADLINE_S) as heap:
         heap.allocate("flags", 64, words=True)
         heap.allocate("data", 64)
         heap.seal()
-        mapped = cuda.symmetric.map_peers
-        heap._meet = lambda: order.append("meet")
-        cuda.symmetric.map_peers = lambda *args, **named: order.append("map") or mapped(*args, **named)  # type: ignore[func-returns-value]
+        map_one = heap._map
+        heap._map = lambda member: mapped.append(f"map {member}") or map_one(member)  # type: ignore[method-assign, func-returns-value]
         heap.tensor(rank, "data", torch.uint8)
-        heap.words(1 - rank, "flags")
-        order.append("first look")
-        assert not heap.attached(1 - rank), "words alone map nothing"
-        heap.tensor(1 - rank, "data", torch.uint8)
-        assert heap.attached(1 - rank)
-        heap.tensor(1 - rank, "data", torch.uint8)
+        peers = [(rank + step) % world for step in range(1, world)]
+        for peer in peers:
+            heap.words(peer, "flags")
+        mapped.append("first look")
+        assert not any(map(heap.attached, peers)), "words alone map nothing"
+        if rank == 0:  # maps no peer before all others have mapped it
+            dist.barrier()
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda peer: heap.tensor(peer, "data", torch.uint8), 4 * peers[:1]))
+        assert [heap.attached(peer) for peer in peers] == [True] + [False] * (world - 2), "one member at a time"
+        if rank:
+            dist.barrier()
+        heap.base_addresses()
         dist.barrier()
-    return order
+    return mapped
 
 
-def test_ranks_meet_once_before_device_memory_is_mapped(ranks) -> None:
-    assert ranks(2).run(meets_before_mapping, uuid.uuid4().hex[:12]) == [["first look", "meet", "map"]] * 2
+def test_a_peer_is_mapped_once_at_its_first_use_and_no_rank_waits_for_another(ranks) -> None:
+    found = ranks(3).run(maps_when_used, uuid.uuid4().hex[:12])
+    assert found == [["first look", *(f"map {(rank + step) % 3}" for step in (1, 2))] for rank in range(3)]
 
 
-def refuses(rank: int, world: int, identity: str, where: str, why: str) -> str:
+def closes_descriptors(rank: int, world: int, identity: str) -> None:
+    """Those of peers when their memory is mapped, all others with the heap; forked children have none."""
+
+    def of_devices() -> int:
+        found = 0
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+                found += "memfd:device" in os.readlink(f"/proc/self/fd/{fd}")
+        return found
+
+    with without_a_device(identity, tuple(range(world)), rank, DEADLINE_S) as heap:
+        heap.allocate("flags", 64, words=True)
+        heap.allocate("data", 64)
+        heap.seal()
+        assert of_devices() == 1
+        for member in range(world):
+            heap.words(member, "flags")
+        assert of_devices() == world
+        child = os.fork()
+        if child == 0:
+            os._exit(of_devices())
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "a data loader keeps device memory alive"
+        heap.tensor((rank + 1) % world, "data", torch.uint8)
+        assert of_devices() == world - 1
+        dist.barrier()
+        heap.close()
+        assert of_devices() == 0, "also of a peer that was never mapped"
+        dist.barrier()
+
+
+def test_descriptors_of_device_memory_are_closed(ranks) -> None:
+    ranks(3).run(closes_descriptors, uuid.uuid4().hex[:12])
+
+
+class Refusal(int):
+    """A result as cuda.bindings has them."""
+
+    name = ""
+
+    @classmethod
+    def named(cls, number: int, name: str) -> Refusal:
+        found = cls(number)
+        found.name = name
+        return found
+
+
+FULL, REFUSED = Refusal.named(2, "CUDA_ERROR_OUT_OF_MEMORY"), Refusal.named(800, "CUDA_ERROR_NOT_PERMITTED")
+
+
+def refuses(rank: int, world: int, identity: str, where: str, number: int) -> str:
     def fail(*_: object, **__: object) -> None:
-        raise RuntimeError(f"CUDA driver error: {why}\nstack of torch")
+        raise DriverError("cuAsk", FULL if number == FULL else REFUSED)
 
     with without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
-        setattr(cuda.symmetric, where, fail)
+        setattr(cuda.driver_memory, where, fail)
         heap.allocate("flags", 64, words=True)
         heap.allocate("data", 1 << 20)
         try:
@@ -87,46 +143,39 @@ def refuses(rank: int, world: int, identity: str, where: str, why: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("where", "why", "stated"),
+    ("where", "number", "stated"),
     [
         (
             "allocate",
-            "out of memory",
-            "HeapMemoryError: rank 11, heap .*needs 1.0 MiB of meta, which had 1024.0 MiB free: CUDA driver error",
+            2,
+            "HeapMemoryError: rank 11, heap .*needs 1.0 MiB of meta, which had 1024.0 MiB free: cuAsk: CUDA error 2 ",
         ),
+        ("allocate", 800, r"OdcError: rank 11, heap .*no memory that peers can map: cuAsk: .*NOT_PERMITTED\); see"),
         (
-            "allocate",
-            "not permitted",
-            "OdcError: rank 11, heap .*no memory that peers can map: CUDA.*not permitted; see",
-        ),
-        (
-            "map_peers",
-            "out of memory",
-            "OdcError: rank 11, heap .*cannot map each other.*out of memory; see `odc doctor --need cuda`",
+            "map_shared",
+            2,
+            r"OdcError: rank 11, .*meta cannot map the memory of rank 10: .*OF_MEMORY\); see `odc doctor",
         ),
     ],
 )
-def test_what_torch_refuses_is_reported_in_one_line(ranks, where: str, why: str, stated: str) -> None:
-    import re
-
-    message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where, why)[1]
+def test_what_the_driver_refuses_is_reported(ranks, where: str, number: int, stated: str) -> None:
+    message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where, number)[1]
     assert re.search(stated, message), message
-    assert "stack of torch" not in message
 
 
 def has_it_after(rank: int, world: int, identity: str, refusals: int) -> tuple[str, list[str]]:
-    """What comes of a heap that torch refuses so many times, and what was asked for in which order."""
+    """What comes of a heap that the driver refuses so many times, and what was asked for in which order."""
     asked: list[str] = []
     with pytest.MonkeyPatch.context() as patch, without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
-        allocate = cuda.symmetric.allocate
+        allocate = cuda.driver_memory.allocate
 
-        def refuse(nbytes: int, device: torch.device) -> torch.Tensor:
+        def refuse(nbytes: int, device: torch.device) -> tuple[torch.Tensor, int]:
             asked.append("heap")
             if asked.count("heap") <= refusals:
-                raise RuntimeError("CUDA driver error: out of memory")
+                raise DriverError("cuMemCreate", FULL)
             return allocate(nbytes, device)
 
-        patch.setattr(cuda.symmetric, "allocate", refuse, raising=False)
+        patch.setattr(cuda.driver_memory, "allocate", refuse, raising=False)
         patch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty_cache"))
         heap.allocate("data", 1 << 20)
         try:
@@ -140,117 +189,51 @@ def has_it_after(rank: int, world: int, identity: str, refusals: int) -> tuple[s
 def test_memory_that_torch_only_caches_is_given_to_the_heap(ranks, refusals: int) -> None:
     for error, asked in ranks(2).run(has_it_after, uuid.uuid4().hex[:12], refusals):
         assert asked == (["heap", "empty_cache", "heap"] if refusals else ["heap"]), "once more, and not again"
-        assert ("out of memory" in error) == (refusals == 2)
+        assert ("OUT_OF_MEMORY" in error) == (refusals == 2)
 
 
-def test_no_management_library_is_an_error_and_no_crash() -> None:
-    with pytest.raises(UnsupportedError, match="libnvidia-ml-that-is-nowhere.*compute,utility"):
-        require_nvml("libnvidia-ml-that-is-nowhere.so.1")
+Described = tuple[str, list[str]]  # a device, and those that it adds to atomically
 
 
-def maps_on(rank: int, world: int, identity: str, devices: list[str], shared: bool) -> object:
-    """What is given to torch's exchange where the ranks are on these devices, or why it was not begun."""
-    with pytest.MonkeyPatch.context() as patch, without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
-        patch.delenv(symmetric.SHARE, raising=False)
-        if shared:
-            patch.setenv(symmetric.SHARE, "1")
-        patch.setattr(cuda, "_device_text", lambda device: devices[rank])
-        heap._meet = lambda: dist.barrier()
+def adds(rank: int, world: int, identity: str, movers: list[bool], described: list[Described]) -> list[bool]:
+    """Whether peers are added to atomically, before the heap is sealed and then, twice."""
+    with without_a_device(identity, (10, 11, 12), rank, DEADLINE_S) as heap:
+        heap._described = lambda: described[rank]  # type: ignore[method-assign]
         heap.allocate("data", 64)
+        heap.adds_atomically = movers[rank]
+        found = [heap.adds_atomically]
+        if rank == 1:  # the others ask before it has sealed
+            time.sleep(0.2)
         heap.seal()
-        try:
-            heap.tensor(1 - rank, "data", torch.uint8)
-        except OdcError as error:
-            dist.barrier()
-            return str(error)
+        found += [heap.adds_atomically, heap.adds_atomically]
+        assert not any(heap.attached(member) for member in range(world) if member != rank), "nothing was mapped"
         dist.barrier()
-        return cuda.symmetric.same_numbers
+    return found
+
+
+ALL = ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
-    ("devices", "shared", "same_numbers"),
-    [(["0 GPU-a", "1 GPU-b"], False, False), (["0 GPU-a", "0 GPU-b"], False, True), (["0 GPU-a"] * 2, True, False)],
-    ids=["all visible", "one visible each", "shared for tests"],
+    ("movers", "described", "atomic"),
+    [
+        ([True] * 3, [("a", ALL), ("b", ALL), ("c", ALL)], True),
+        ([True, False, True], [("a", ALL), ("b", ALL), ("c", ALL)], False),
+        ([True] * 3, [("a", ALL), ("b", ["b", "a"]), ("c", ALL)], False),
+        ([True] * 3, [("a", ["a"]), ("b", ["b"]), ("c", ["c"])], False),  # each sees its own alone
+        ([True] * 3, [("a", ["a"]), ("a", ["a"]), ("a", ["a"])], True),  # one for all
+    ],
+    ids=["all", "a mover cannot", "one pair cannot", "one visible each", "shared"],
 )
-def test_torch_knows_where_equal_numbers_are_different_devices(
-    ranks, devices: list[str], shared: bool, same_numbers: bool
-) -> None:
-    assert ranks(2).run(maps_on, uuid.uuid4().hex[:12], devices, shared) == [same_numbers] * 2
-
-
-def test_a_device_that_two_ranks_took_is_refused_before_they_meet(ranks) -> None:
-    for message in ranks(2).run(maps_on, uuid.uuid4().hex[:12], ["3 GPU-a"] * 2, False):
-        assert "ranks 10 and 11 are both on one device (3 GPU-a)" in str(message)
-        assert "set_device(LOCAL_RANK)" in str(message) and f"{symmetric.SHARE}=1" in str(message)
-
-
-def adds(rank: int, world: int, identity: str, movers: list[bool], links: list[bool]) -> tuple[bool, list[object]]:
-    """Whether peers are added to atomically where each rank's mover and links can do so, and what links are asked."""
-    asked: list[object] = []
-    with pytest.MonkeyPatch.context() as patch, without_a_device(identity, (10, 11), rank, DEADLINE_S) as heap:
-
-        def answer(device: torch.device, uuids: list[str]) -> bool:
-            asked.append(uuids)
-            return links[rank]
-
-        patch.setattr(cuda.device_links, "adds_atomically", answer)
-        heap._meet = lambda: dist.barrier()
-        heap.allocate("data", 64)
-        heap.adds_atomically = movers[rank]
-        heap.seal()
-        found = heap.adds_atomically and heap.adds_atomically
-        dist.barrier()
-        return found, asked
-
-
-@pytest.mark.parametrize("movers", [[True, True], [False, True]])
-@pytest.mark.parametrize("links", [[True, True], [True, False]])
-def test_all_ranks_add_atomically_or_none(ranks, movers: list[bool], links: list[bool]) -> None:
+def test_all_ranks_add_atomically_or_none(ranks, movers: list[bool], described: list[Described], atomic: bool) -> None:
     """A rank that adds under a lock and one that takes none would lose each other's gradients."""
-    found = ranks(2).run(adds, uuid.uuid4().hex[:12], movers, links)
-    for (atomic, asked), mover in zip(found, movers, strict=True):
-        assert atomic == (all(movers) and all(links))
-        assert asked == ([["GPU-0", "GPU-1"]] if mover else []), "once, and not where it does not matter"
+    found = ranks(3).run(adds, uuid.uuid4().hex[:12], movers, described)
+    assert found == [[mover, atomic, atomic] for mover in movers]
 
 
-@pytest.mark.parametrize("same_numbers", [False, True])
-def test_torch_makes_no_multicast_object(monkeypatch: pytest.MonkeyPatch, same_numbers: bool) -> None:
-    """Its switches are set while it exchanges handles, and as they were afterwards."""
-    names = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
-    monkeypatch.setenv(names[0], "0")
-    monkeypatch.delenv(names[1], raising=False)
-    seen: list[list[str | None]] = []
-
-    def rendezvous(*_: object) -> None:
-        seen.append([os.environ.get(name) for name in names])
-
-    monkeypatch.setattr(symmetric, "_module", lambda: SimpleNamespace(rendezvous=rendezvous))
-    group: Any = SimpleNamespace(group_name="g", size=lambda: 1)
-    symmetric.map_peers(torch.zeros(1), group, 0, same_numbers=same_numbers)
-    assert seen == [["1", "1" if same_numbers else None]]
-    assert [os.environ.get(name) for name in names] == ["0", None]
-
-
-def test_a_mapping_lasts_as_long_as_a_view_of_it() -> None:
-    """A view as torch makes it of a peer's memory does not hold what maps it."""
-
-    class Handle:
-        buffer_ptrs = (0, 1)
-
-        def get_buffer(self, peer: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(sizes, dtype=dtype)
-
-    handle = Handle()
-    mapped, local = weakref.ref(handle), torch.zeros(64, dtype=torch.uint8)
-    part = symmetric._view(handle, 1, local)[8:16].view(torch.float32)
-    with pytest.raises(RuntimeError, match="rank 0 of the group has no pointer here"):
-        symmetric._view(handle, 0, local)
-    del handle
-    gc.collect()
-    assert mapped() is not None and part.tolist() == [0.0, 0.0]
-    del part
-    gc.collect()
-    assert mapped() is None
+def test_more_devices_than_can_be_listed_count_as_not_reached(ranks) -> None:
+    many = [f"device-{number:036d}" for number in range(200)]
+    assert ranks(3).run(adds, uuid.uuid4().hex[:12], [True] * 3, [(many[-1], many)] * 3) == [[True, False, False]] * 3
 
 
 def test_threads_other_than_the_training_thread_get_its_device_before_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +242,9 @@ def test_threads_other_than_the_training_thread_get_its_device_before_a_lane(mon
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device.index)))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: calls.append(("lane", stream)))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: f"{device}, priority {priority}")
+    modes = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
+    monkeypatch.setattr(cuda, "bindings", lambda: SimpleNamespace(CUstreamCaptureMode=modes))
+    monkeypatch.setattr(cuda, "call", lambda *call: calls.append(call))
     lanes = CudaLanes(torch.device("cuda", 3), {"fetch": "torch's"})  # type: ignore[dict-item]
     lanes.lane("fetch")
     assert calls == [("lane", "torch's")], "the training thread's device is the caller's affair"
@@ -266,4 +252,26 @@ def test_threads_other_than_the_training_thread_get_its_device_before_a_lane(mon
     thread = threading.Thread(target=lambda: [lanes.lane("server") for _ in range(2)])
     thread.start()
     thread.join()
-    assert calls == [("device", 3), *[("lane", "cuda:3, priority -1")] * 2]
+    mode = "cuThreadExchangeStreamCaptureMode", "relaxed"  # or its calls would end a capture of another thread's
+    assert calls == [("device", 3), mode, *[("lane", "cuda:3, priority -1")] * 2]
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_thread_that_settles_sleeps_where_cores_are_few(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    class Event:
+        def __init__(self, **options: bool) -> None:
+            calls.append(("event", options))
+
+        def record(self, stream: object) -> None:
+            calls.append(("record",))
+
+        def synchronize(self) -> None:
+            calls.append(("await",))
+
+    stream = SimpleNamespace(synchronize=lambda: calls.append(("spin",)))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    CudaLanes(torch.device("cuda", 0), sleeps=sleeps).settle()
+    assert calls == ([("event", {"blocking": True}), ("record",), ("await",)] if sleeps else [("spin",)])

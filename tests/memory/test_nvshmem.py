@@ -1,101 +1,230 @@
-"""What can be tried of NVSHMEM's start without a GPU: sizes, the id's way through the store, kernels to initialise.
+"""NVSHMEM without a device: what its environment is given, its host calls, the places in its slab, its kernels.
 
-The fakes stand for NVSHMEM and triton's compiler; what is tested is what we do with them.
+The fakes stand for NVSHMEM's Python package and triton's compiler. The real package runs in tests/gpu/test_nvshmem.py.
 """
 
 from __future__ import annotations
 
-import os
+import ctypes
 import sys
 import threading
-from types import SimpleNamespace
+import time
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.errors import HeapMemoryError, UnsupportedError, WaitTimeoutError
-from odc.memory import Attachment, HostLanes, ShmHeap, nvshmem
-from odc.net import JobStore
+from odc.errors import HeapMemoryError, UnsupportedError
+from odc.memory import nvshmem
+
+MIB, GIB = 1 << 20, 1 << 30
+GRANULARITY, MOST = "NVSHMEM_CUMEM_GRANULARITY", "NVSHMEM_MAX_MEMORY_PER_GPU"
+STATIC, STATIC_BYTES = "NVSHMEM_DISABLE_CUDA_VMM", "NVSHMEM_SYMMETRIC_SIZE"
+INTERFACE = "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"
 
 
-def library() -> Any:
-    """nvshmem4py's unique ids: a record of a version and 124 bytes."""
-    layout = np.dtype([("version", "<i4"), ("internal", "i1", (124,))])
-
-    def get_unique_id(empty: bool = False) -> Any:
-        data = np.zeros(1, layout)
-        if not empty:
-            data["version"], data["internal"] = 7, np.arange(124) - 60
-        return SimpleNamespace(_data=data)
-
-    return SimpleNamespace(get_unique_id=get_unique_id)
-
-
-@given(st.lists(st.integers(1, 1 << 36), max_size=5))
-def test_every_heap_fits_into_what_is_reserved(heaps: list[int]) -> None:
-    needed = nvshmem.needed_bytes(heaps)
-    at = 0
-    for nbytes in heaps:  # one after the other, each on a large page
-        at = -(-at // (2 << 20)) * (2 << 20) + nbytes
-    assert at + (64 << 20) <= needed <= sum(heaps) + len(heaps) * (2 << 20) + (64 << 20)
+# the environment -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [
-        ("1073741824", 1 << 30),
-        ("1G", 1 << 30),
-        ("1.5g", 3 << 29),
-        ("512MB", 512 << 20),
-        ("2GiB", 2 << 30),
-        ("64K", 65536),
-    ],
+    [("1073741824", GIB), ("1G", GIB), ("1.5g", 3 << 29), ("512MB", 512 * MIB), ("2GiB", 2 * GIB), ("64K", 65536)],
 )
 def test_sizes_of_the_environment(text: str, size: int) -> None:
     assert nvshmem.bytes_of(text) == size
 
 
-def test_what_is_needed_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NVSHMEM_SYMMETRIC_SIZE", raising=False)
-    nvshmem.reserve(12345, 0)
-    assert os.environ["NVSHMEM_SYMMETRIC_SIZE"] == "12345"
-    monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "1G")
-    nvshmem.reserve(1 << 30, 0)
-    assert os.environ["NVSHMEM_SYMMETRIC_SIZE"] == "1G", "more than is needed stays"
-    with pytest.raises(HeapMemoryError, match=r"rank 3: .*NVSHMEM_SYMMETRIC_SIZE=1G.* need 1073741825 bytes; unset it"):
-        nvshmem.reserve((1 << 30) + 1, 3)
+@given(st.integers(1, 1 << 38))
+def test_little_memory_is_lost_to_the_step_of_the_heap(nbytes: int) -> None:
+    environment: dict[str, str] = {}
+    nvshmem.set_environment(nbytes, None, 0, environment)
+    step = int(environment[GRANULARITY])
+    assert step & (step - 1) == 0 and 2 * MIB <= step <= 512 * MIB, "a power of two, whole large pages"
+    assert step <= max(2 * MIB, nbytes / 32), "of a heap's last step almost all may be lost"
+    assert STATIC_BYTES not in environment, "it counts without CUDA's virtual memory alone"
+    assert (MOST in environment) == (nbytes + 64 * MIB + step > 124 * GIB), "beyond what NVSHMEM has addresses for"
+    assert int(environment.get(MOST, 124 * GIB)) >= nbytes + step
 
 
-def test_the_id_reaches_every_rank() -> None:
-    store, found = dist.HashStore(), {}
-
-    def take(rank: int) -> None:
-        found[rank] = nvshmem.exchange_id(library(), JobStore(store, 60.0), rank)._data.tobytes()
-
-    threads = [threading.Thread(target=take, args=(rank,)) for rank in (2, 1, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    assert found.keys() == {0, 1, 2}
-    assert set(found.values()) == {library().get_unique_id()._data.tobytes()}
+def test_what_the_environment_sets_stays() -> None:
+    environment = {GRANULARITY: "512M", INTERFACE: "ib0"}
+    nvshmem.set_environment(100 * MIB, "eth0", 0, environment)
+    assert environment == {GRANULARITY: "512M", INTERFACE: "ib0"}
+    del environment[INTERFACE]
+    nvshmem.set_environment(100 * MIB, "eth0", 0, environment)
+    assert environment[INTERFACE] == "eth0"
 
 
-def test_a_rank_0_that_never_comes_is_named() -> None:
-    with pytest.raises(WaitTimeoutError, match=r"rank 1, waiting for rank 0 to start NVSHMEM.*0\.05 s") as failure:
-        nvshmem.exchange_id(library(), JobStore(dist.HashStore(), 0.05), 1)
-    assert failure.value.culprit == 0
+def test_a_symmetric_size_counts_without_virtual_memory_only() -> None:
+    environment = {STATIC_BYTES: "1M"}
+    nvshmem.set_environment(GIB, None, 0, environment)
+    assert environment[STATIC_BYTES] == "1M", "correct, as it is not read"
+    environment[STATIC] = "1"
+    with pytest.raises(HeapMemoryError, match=r"rank 3: the environment sets NVSHMEM_SYMMETRIC_SIZE=1M.*; unset it"):
+        nvshmem.set_environment(GIB, None, 3, environment)
+    del environment[STATIC_BYTES]
+    nvshmem.set_environment(GIB, None, 0, environment)
+    assert int(environment[STATIC_BYTES]) == GIB + 64 * MIB
+
+
+def test_too_few_addresses_are_refused() -> None:
+    with pytest.raises(HeapMemoryError, match=r"rank 1: the environment sets NVSHMEM_MAX_MEMORY_PER_GPU=1G"):
+        nvshmem.set_environment(GIB, None, 1, {MOST: "1G"})
 
 
 def test_without_it_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvshmem", None)
     with pytest.raises(UnsupportedError, match=r"odc-fsdp\[nvshmem\]"):
-        nvshmem.start(JobStore(dist.HashStore(), 1.0), 0, 1, torch.device("cpu"), 1)
+        nvshmem.make_id()
+
+
+# the library ---------------------------------------------------------------------------------------------------------
+
+
+class FakePackage:
+    """nvshmem4py as far as it is called: notes the calls, and whether two were in progress at a time."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.overlapped, self._inside = False, 0
+        self.fails = False
+        self._ids: list[Any] = []
+
+    def _call(self, *call: Any) -> None:
+        self.overlapped |= self._inside > 0
+        self._inside += 1
+        time.sleep(0.002)  # gives Python's lock back
+        self.calls.append(call)
+        self._inside -= 1
+
+    def get_unique_id(self, empty: bool = False) -> Any:
+        memory = (ctypes.c_char * 128)(*([] if empty else [b"u"] * 128))
+        self._ids.append(memory)
+        return SimpleNamespace(ptr=ctypes.addressof(memory))
+
+    def init(self, device: Any, uid: Any, rank: int, nranks: int, initializer_method: str) -> None:
+        self._call("init", ctypes.string_at(uid.ptr, 128), rank, nranks, initializer_method)
+
+    def finalize(self) -> None:
+        self._call("finalize")
+
+    def malloc(self, nbytes: int) -> int:
+        self._call("malloc", nbytes)
+        return 0 if self.fails else 1 << 40
+
+    def ptr(self, address: int, rank: int) -> int:
+        self._call("ptr", address, rank)
+        return address + (rank << 30)
+
+    def getmem_nbi_on_stream(self, *arguments: int) -> None:
+        self._call("get", *arguments)
+
+    def quiet_on_stream(self, stream: int) -> None:
+        self._call("quiet", stream)
+
+    def cumodule_init(self, module: int) -> None:
+        self._call("cumodule_init", module)
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> FakePackage:
+    fake = FakePackage()
+    cuda = ModuleType("cuda")
+    core = SimpleNamespace(Device=lambda index: SimpleNamespace(set_current=lambda: None))
+    for name, module in {
+        "nvshmem": SimpleNamespace(core=fake, bindings=fake),
+        "nvshmem.core": fake,
+        "nvshmem.bindings": fake,
+        "cuda": cuda,
+        "cuda.core": core,
+    }.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(nvshmem, "_started", None)
+    return fake
+
+
+def started(nbytes: int = 4096) -> nvshmem.Library:
+    return nvshmem.Library(nvshmem.make_id(), 1, 3, torch.device("cuda", 0), nbytes)
+
+
+def test_it_starts_with_the_id_of_another_rank_and_allocates_once(package: FakePackage) -> None:
+    library = started()
+    assert package.calls == [("init", b"u" * 128, 1, 3, "uid"), ("malloc", 4096)]
+    assert (library.base, nvshmem.started()) == (1 << 40, library)
+    library.finalize()
+    assert package.calls[-1] == ("finalize",) and nvshmem.started() is None
+
+
+def test_an_allocation_that_fails_is_an_error(package: FakePackage) -> None:
+    package.fails = True
+    with pytest.raises(HeapMemoryError, match="rank 1: .* has not allocated 4096 bytes"):
+        started()
+    assert nvshmem.started() is None
+
+
+def test_a_read_is_a_get_and_a_quiet_on_the_same_stream(package: FakePackage) -> None:
+    library = started()
+    into: Any = SimpleNamespace(data_ptr=lambda: (1 << 40) + 512, numel=lambda: 100)
+    library.get(into, 1024, 2)
+    assert package.calls[-2:] == [("get", (1 << 40) + 512, (1 << 40) + 1024, 100, 2, 77), ("quiet", 77)]
+
+
+@pytest.mark.parametrize(
+    ("start", "nbytes", "inside"), [(0, 4096, True), (4096, 0, True), (1, 4096, False), (-1, 1, False)]
+)
+def test_what_lies_in_the_slab(package: FakePackage, start: int, nbytes: int, inside: bool) -> None:
+    memory: Any = SimpleNamespace(data_ptr=lambda: (1 << 40) + start, numel=lambda: nbytes)
+    assert started().holds(memory) is inside
+
+
+def test_host_calls_go_one_at_a_time(package: FakePackage) -> None:
+    """Whatever the threads: the library allows no more."""
+    library = started()
+    into: Any = SimpleNamespace(data_ptr=lambda: 1 << 40, numel=lambda: 1)
+
+    def calls(number: int) -> None:
+        for _ in range(5):
+            library.get(into, 0, 2)
+            library.pointer(1 << 40, number)
+
+    threads = [threading.Thread(target=calls, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not package.overlapped
+    library.finalize()
+
+
+# places in the slab --------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9 * MIB), st.sets(st.integers(0, 5), min_size=1, max_size=4)), max_size=12),
+    st.integers(2, 40).map(lambda pages: pages * 2 * MIB),
+)
+def test_heaps_of_a_rank_never_overlap_and_are_refused_only_without_room(
+    asked: list[tuple[int, set[int]]], room: int
+) -> None:
+    placed: list[nvshmem.SlabPiece] = []
+    for nbytes, ranks in asked:
+        piece = nvshmem.place_piece(placed, nbytes, tuple(sorted(ranks)), room)
+        near = [one for one in placed if not ranks.isdisjoint(one.ranks)]
+        size = -(-nbytes // (2 * MIB)) * 2 * MIB
+        free = [
+            at
+            for at in range(0, room - size + 1, 2 * MIB)
+            if all(at + size <= one.offset or one.offset + one.nbytes <= at for one in near)
+        ]
+        assert (piece.offset if piece else None) == (free[0] if free else None)
+        placed += [piece] if piece else []
+
+
+# kernels -------------------------------------------------------------------------------------------------------------
 
 
 class Kernel:
@@ -133,21 +262,3 @@ def test_kernels_that_link_nvshmem_are_initialised(monkeypatch: pytest.MonkeyPat
     compiled("linked", (("libnvshmem_device", "/x/libnvshmem_device.bc"),))
     assert initialised == [0xC0DE], "once, although it was asked for twice"
     assert asked_before == ["plain", "libdevice", "warm", "linked"], "who was there first is still asked"
-
-
-def no_peer(member: int) -> Attachment:
-    raise AssertionError("no peer is asked for anything")
-
-
-def test_a_heap_of_other_ranks_than_nvshmems_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def heap() -> nvshmem.NvshmemHeap:
-        host = ShmHeap("h", (0, 2), 0, no_peer, 1.0)
-        return nvshmem.NvshmemHeap(host, torch.device("cpu"), HostLanes(), None, lambda: None)  # type: ignore[arg-type]
-
-    with pytest.raises(UnsupportedError, match="not started"):
-        heap().seal()
-    monkeypatch.setattr(nvshmem, "_started", (0, 3))
-    with pytest.raises(
-        UnsupportedError, match=r"all 3 ranks of the job, in their order, but this heap belongs to ranks \(0, 2\)"
-    ):
-        heap().seal()

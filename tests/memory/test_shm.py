@@ -173,14 +173,42 @@ def test_another_file_is_refused_and_closed(content: bytes, announced: int | Non
     one, two = pair("other")
     fd = os.memfd_create("odc.other")
     os.write(fd, content)
-    digest = one.digest if announced is None else "0" * 64
-    two._connect = lambda member: Attachment(fd, announced or one.nbytes, digest)
+    digest, other = one.digest if announced is None else "0" * 64, os.dup(fd)
+    two._connect = lambda member: Attachment(fd, announced or one.nbytes, digest, (other,))
     with pytest.raises(LayoutMismatchError, match=says):
         two.words(0, "flags")
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
+    for closed in (fd, other):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(closed)
     one.close()
     two.close()
+
+
+def test_descriptors_beside_the_heaps_are_taken_once_or_closed_with_it() -> None:
+    one, two = pair("beside")
+    others = os.dup(one.fd), os.dup(one.fd), os.dup(one.fd)
+    two._connect = lambda member: Attachment(os.dup(one.fd), one.nbytes, one.digest, others)
+    assert two.take_other_fds(0) == ()
+    two.words(0, "flags")
+    assert (two.take_other_fds(0), two.take_other_fds(0)) == (others, ())
+    for fd in others:
+        os.close(fd)  # the caller's: they are open
+
+    unused, three = pair("beside")
+    one.other_fds = late = os.dup(one.fd), os.dup(one.fd)
+
+    def closes_meanwhile(member: int) -> Attachment:
+        three.close()
+        return Attachment(os.dup(one.fd), one.nbytes, one.digest, late[:1])
+
+    three._connect = closes_meanwhile
+    three.words(0, "flags")
+    one.other_fds = late[1:]
+    for heap in (one, two, unused):
+        heap.close()
+    for fd in late:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 def reopen_as_a_user(rank: int, world: int) -> str:

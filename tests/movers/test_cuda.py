@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext
+from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from support.on_ranks import on_interpreted_ranks
 from support.uninterpreted import run_uninterpreted
 
 from odc.errors import OdcError, UnsupportedError
+from odc.memory import driver_calls
 from odc.movers import choice, driver
 from odc.movers import cpu as cpu_mover
 from odc.movers.choice import mover_for
@@ -144,12 +146,12 @@ def test_all_sources_are_added_and_every_change_is_seen() -> None:
     mover.add_all(totals, [[torch.ones(4), torch.full((4,), 2, dtype=BF16), torch.ones(4)], [torch.ones(2)]])
     assert [total.tolist() for total in totals] == [[4.0] * 4, [2.0] * 2]
     places, shards = [torch.arange(5.0).to(BF16), torch.arange(3.0)], [torch.arange(5.0), torch.arange(3.0)]
-    found = torch.zeros(1, dtype=torch.int32)
+    found = torch.zeros(2, dtype=torch.int32)
     mover.differ(places, shards, found)
-    assert not found
-    shards[0][4] = -shards[0][4]
+    assert found.tolist() == [0, 0]
+    shards[1][2] = -shards[1][2]
     mover.differ(places, shards, found)
-    assert found
+    assert found.tolist() == [0, 1]
 
 
 def test_a_comparison_takes_a_few_mib_however_large_the_shards_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,10 +247,11 @@ def test_a_machine_without_a_compiler_is_found_by_one_launch(compiler: str | Non
     assert kind == "CudaMover" and "torch's take their place" in errors
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
-def test_without_a_driver_a_copy_is_an_error_and_no_crash() -> None:
-    with pytest.raises(OSError, match=r"libcuda\.so\.1"):
-        driver.copy(0, 0, 1)
+class Result(IntEnum):
+    """As cuda.bindings answers."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_CONTEXT = 201
 
 
 class StandIn:
@@ -259,16 +262,16 @@ class StandIn:
         self.batched: list[list[tuple[int, ...]]] = []
         self.queried, self._codes = 0, codes
         patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=stream, query=self._query))
-        patch.setattr(driver, "_copy_function", lambda: self._copy)
+        patch.setattr(driver_calls, "bindings", lambda: SimpleNamespace(cuMemcpyAsync=self._copy))
         patch.setattr(driver, "_batch_function", lambda: self._batch if batches else None)
         patch.setattr(driver, "_refused", [])
 
     def _query(self) -> None:
         self.queried += 1
 
-    def _copy(self, *args: int) -> int:
+    def _copy(self, *args: int) -> tuple[Result]:
         self.copied.append(args)
-        return self._codes.pop(0) if self._codes else 0
+        return (Result(self._codes.pop(0) if self._codes else 0),)
 
     def _batch(self, targets: int, sources: int, sizes: int, count: int, *rest: int) -> int:
         attributes, first, kinds, failed, stream = rest
@@ -288,6 +291,28 @@ def test_a_thread_without_a_context_gets_one(
     with pytest.raises(OdcError, match=f"CUDA error {refused}") if refused else nullcontext():
         driver.copy(1, 2, 3)
     assert stand_in.queried == queries and not codes
+
+
+@pytest.mark.parametrize("codes", [[], [201, 0, 201, 0]])
+def test_memory_is_zeroed_by_the_driver(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it and nothing beside it, four bytes at a time; for no bytes nothing is asked."""
+    stand_in, waiting = StandIn(monkeypatch, []), list(codes)
+
+    def memset(target: int, value: int, words: int, stream: int) -> tuple[Result]:
+        assert (value, stream) == (0, 5) and words > 0
+        code = waiting.pop(0) if waiting else 0
+        if not code:
+            ctypes.memset(target, 0, 4 * words)
+        return (Result(code),)
+
+    monkeypatch.setattr(driver_calls, "bindings", lambda: SimpleNamespace(cuMemsetD32Async=memset))
+    totals = [torch.ones(6), torch.ones(4, dtype=torch.float64), torch.ones(0)]
+    CudaMover(0, 1).zero([totals[0][1:4], totals[1][:2], totals[2]])
+    assert totals[0].tolist() == [1, 0, 0, 0, 1, 1] and totals[1].tolist() == [0, 0, 1, 1]
+    assert stand_in.queried == codes.count(201)
+    waiting += [201, 201]
+    with pytest.raises(OdcError, match="zeroing 24 bytes on the device was refused: .* error 201"):
+        CudaMover(0, 1).zero(totals)
 
 
 THREE = [(10, 1, 5), (20, 2, 6), (30, 3, 7)]  # target, source, bytes

@@ -151,8 +151,9 @@ def fork_beside_a_listener(rank: int, world: int, family: type[Family]) -> list[
     with listening(made) as listener:
         waiting = made.connect()
         assert made.succeed()  # so that the listener has accepted the one before
-        numbers = [listener._socket.fileno(), listener._reactor._selector.fileno(), *listener._pending]
         (found_fd, find_fd), (go_on, stop) = os.pipe(), os.pipe()
+        # Read last: a pending connection that ends meanwhile must not leave its number to a pipe.
+        numbers = [listener._socket.fileno(), listener._reactor._selector.fileno(), *listener._pending]
         pid = os.fork()
         if pid == 0:
             os.write(find_fd, json.dumps([fd for fd in numbers if Path(f"/proc/self/fd/{fd}").is_symlink()]).encode())

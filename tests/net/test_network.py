@@ -213,14 +213,24 @@ def test_a_rank_that_cannot_listen_learns_what_helps(code: int, cure: str, monke
         HostNetwork(cast(Reactor, ByHand()), dist.HashStore(), 5, Settings(address="192.0.2.77"))
 
 
+@contextlib.contextmanager
+def taken_below_a_free_one() -> Iterator[int]:
+    """A port that is taken, and the next is free."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            try:
+                socket.create_server(("127.0.0.1", port + 1)).close()
+            except (OSError, OverflowError):
+                continue
+            yield port
+            return
+
+
 def test_each_rank_takes_one_port_of_a_range(make: Make) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with taken_below_a_free_one() as port:
         store, ports = dist.HashStore(), (port, port + 1)
-        try:
-            one = make(store, 0, ports=ports)
-        except UnsupportedError:
-            pytest.skip(f"port {port + 1} is taken by another process")
+        one = make(store, 0, ports=ports)
         assert one.network.address == ("127.0.0.1", port + 1)
         with pytest.raises(
             UnsupportedError,

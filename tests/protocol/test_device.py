@@ -12,7 +12,8 @@ from support.members import BF16, F32, F64, HeapGroup, gradients, room
 
 from odc.errors import WaitTimeoutError
 from odc.memory import RobustMutex
-from odc.protocol import Gradient, HostRoute, Outcome, Word, regions
+from odc.movers import choice
+from odc.protocol import Gradient, HostRoute, Outcome, Word, layout, regions
 from odc.settings import ACCUMULATE_MODES, Settings
 
 MATRICES = [[(f"w{i}", 3000, BF16) for i in range(4)], [("v", 40, BF16), ("b", 5, BF16)]]
@@ -179,6 +180,45 @@ def test_kernels_are_made_ready_for_the_dtypes_of_all_units(
             device, dtypes, found = layout.mover.prepared  # type: ignore[attr-defined]
             assert device == layout.heap.device and found == atomic
             assert set(dtypes) == {(BF16, F32), (F32, F32)}
+
+
+def test_kernels_are_made_ready_in_every_lane_in_which_threads_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[object]()
+    monkeypatch.setattr(
+        DeferredMover, "prepare", lambda self, *asked: seen.append(self._lanes._here.name), raising=True
+    )
+    late_heaps(monkeypatch)
+    with HeapGroup(MATRICES, 1, settings=Settings(timeout_s=60.0)):
+        assert seen == ["fetch", "push", "server"]
+
+
+def test_a_kernel_that_fails_leaves_the_root_to_torchs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not the first one, which is tried before a mover is chosen: another, when kernels are made ready."""
+    late_heaps(monkeypatch, atomic=True)
+    choose = layout.mover_for
+
+    def prepare(self: DeferredMover, device: object, dtypes: object, atomic: bool) -> None:
+        if self.atomic:
+            raise RuntimeError("ptxas: out of registers")
+        assert not atomic, "torch adds nothing atomically"
+
+    def mover(settings: Settings, device: torch.device, own: int) -> DeferredMover:
+        made = choose(settings, device, own)
+        made.atomic = settings.kernels != "torch"
+        return made
+
+    monkeypatch.setattr(DeferredMover, "prepare", prepare)
+    monkeypatch.setattr(layout, "mover_for", mover)
+    monkeypatch.setattr(choice, "mover_for", mover)
+    with HeapGroup(MATRICES, 2, settings=Settings(accumulate="direct", timeout_s=60.0)) as group:
+        for one in group.layouts:
+            assert not one.mover.atomic  # type: ignore[attr-defined]
+            assert not one.heap.adds_atomically, "peers add under a lock as well"
+    assert caplog.text.count("torch's take their place: RuntimeError: ptxas: out of registers") == 2, "of each root"
+    with pytest.raises(RuntimeError, match="ptxas"):
+        HeapGroup(MATRICES, 1, settings=Settings(kernels="triton", timeout_s=60.0))
 
 
 def test_over_links_without_atomics_direct_adds_are_plain_ones_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:

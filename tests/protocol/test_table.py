@@ -32,7 +32,7 @@ def test_every_word_has_a_rule() -> None:
 
 
 def test_regions_of_the_table_are_in_the_heap() -> None:
-    hosts = HeapGroup(LAYOUT, 4, hosts=(0, 0, 1, 1), settings=Settings(queue_bytes=4096))
+    hosts = HeapGroup(LAYOUT, 4, hosts=(0, 0, 1, 1), settings=Settings(queue_bytes=4096, changes="auto"))
     there = regions(hosts) | {"mirror/*"}
     there |= {name for name, _ in ArenaWords.requests(1, hosts.layouts[0].grid)}
     hosts.close()

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import odc
-from odc.errors import HeapMemoryError, PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.errors import HeapMemoryError, PeerLostError, UnsupportedError
 from odc.memory import pinned
-from odc.memory._torch_symmetric import NumberedStore
 from odc.recovery import process_group
 from odc.recovery.devices import is_of_device, refuse_devices
 from odc.recovery.generations import GenerationOver
@@ -140,39 +139,6 @@ def test_without_nccl_no_thread_watches(monkeypatch: pytest.MonkeyPatch) -> None
     GenerationGroup(ranks, nccl=False).close()  # type: ignore[arg-type]
     assert threading.active_count() == before
     assert not ranks.order
-
-
-def test_a_generations_exchanges_are_numbered_from_0_whatever_a_process_has_made_before() -> None:
-    """As torch's symmetric memory makes them: `name/number/rank`, and `name/number` for a barrier."""
-    shared, found = STORES.HashStore(), []
-    for first, rank in ((7, 0), (0, 1)):
-        store = NumberedStore(STORES.PrefixStore("3/generation/4", shared), lambda: None, 60)
-        for exchange in range(2):
-            store.set(f"Memory/{first + 2 * exchange}/{rank}", f"{rank} in {exchange}")
-        store.add(f"Memory/{first + 9}/num_members", 1)
-        found.append((first, store))
-    for first, store in found:
-        for exchange in range(2):
-            store.wait([f"Memory/{first + 2 * exchange}/{rank}" for rank in (0, 1)])
-            assert store.multi_get([f"Memory/{first + 2 * exchange}/{rank}" for rank in (0, 1)]) == [
-                f"{rank} in {exchange}".encode() for rank in (0, 1)
-            ]
-        assert store.add(f"Memory/{first + 9}/num_members", 0) == 2
-    assert shared.check(["3/generation/4/Memory/0/0", "3/generation/4/Memory/1/1"])
-
-
-def test_an_exchange_ends_when_a_rank_does_or_comes_too_late() -> None:
-    """Also where torch waits for it, and not this process's Python."""
-
-    def check() -> None:
-        raise PeerLostError("rank 1 has ended", culprit=1)
-
-    for one, wanted in (
-        (NumberedStore(STORES.HashStore(), check, 60), PeerLostError),
-        (NumberedStore(STORES.HashStore(), lambda: None, 0.0), WaitTimeoutError),
-    ):
-        with pytest.raises(wanted):
-            STORES.PrefixStore("Memory", one).wait(["0/1"])
 
 
 class Driver:

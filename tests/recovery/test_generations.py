@@ -103,6 +103,13 @@ def test_ranks_meet_and_show_what_they_hold(store: Any) -> None:
     assert [{rank: held.fds for rank, held in one.items()} for one in at] == [{0: [0], 1: [1], 2: [2]}] * 3
 
 
+@pytest.mark.parametrize(("devices", "shared"), [(["GPU-a", "GPU-b"], False), (["GPU-a", "GPU-a"], True)])
+def test_ranks_know_whether_two_train_on_one_device(store: Any, devices: list[str], shared: bool) -> None:
+    ranks = [Generations(store, rank, 2, 10.0, device=device) for rank, device in enumerate(devices)]
+    in_threads(*(lambda one=one: enter(one) for one in ranks))
+    assert [one.share_devices for one in ranks] == [shared] * 2
+
+
 def test_the_place_of_another_process_is_taken_in_the_next_generation(store: Any) -> None:
     first = [Generations(store, rank, 2, 10.0) for rank in range(2)]
     in_threads(*(lambda one=one: enter(one) for one in first))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.hosts import Hosts, need_hosts
 from support.random_deaths import Site, die_at_random
-from support.recovering import unequal
+from support.recovering import COMMON, unequal
 
 
 @pytest.fixture(scope="module", params=["1x3", pytest.param("2x2", marks=pytest.mark.thorough)])
@@ -20,7 +20,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
         return
     need_hosts()
     with Hosts(count) as hosts:
-        yield Site(hosts, per_host)
+        yield Site(hosts, per_host, COMMON._replace(changes="on"))
 
 
 @pytest.fixture(scope="module")

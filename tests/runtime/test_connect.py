@@ -278,37 +278,3 @@ def test_a_rank_that_cannot_attach_aborts_those_it_has_attached_to(side: Make) -
         left.layout.peer(1).attach()
     assert caught.value.culprit == 13
     assert left.layout.peer(0).board.load(Word.ABORT) == 1 + 13
-
-
-# before device memory is mapped ------------------------------------------------------------------------------
-
-
-def test_all_meet_before_any_goes_on(side: Make) -> None:
-    left, right = side(0).announce(), side(1).announce()
-    order: list[str] = []
-
-    def early() -> None:
-        left.meet.meet()
-        order.append("met")
-
-    thread = threading.Thread(target=early)
-    thread.start()
-    time.sleep(0.1)
-    order.append("late")
-    right.meet.meet()
-    thread.join(60.0)
-    assert order == ["late", "met"]
-
-
-def test_a_rank_that_never_meets_is_named_and_reported(side: Make) -> None:
-    left = side(0, settings=Settings(timeout_s=0.2)).announce()
-    with pytest.raises(WaitTimeoutError, match="rank 10, waiting for rank 13 to map .* in the same order") as failure:
-        left.meet.meet()
-    assert failure.value.culprit == 13
-    assert left.failures == [(str(failure.value), 13)]
-
-
-def test_an_aborted_job_ends_the_wait_for_a_peer(side: Make) -> None:
-    left = side(0, aborted=refusing).announce()
-    with pytest.raises(PeerLostError, match="aborted while waiting for rank 13 to map device memory"):
-        left.meet.meet()

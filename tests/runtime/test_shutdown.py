@@ -101,7 +101,6 @@ def test_nothing_stays_in_the_store(side: Make, store: Any) -> None:
         two = [side(me, identity=f"{number}.abc").announce(calls=[number]) for me in (0, 1)]
         for one in two:
             one.protocol.attach_all()
-            one.meet._store.set(one.meet._key(one.grid.me) + "/met", "1")
         for wait in [left(one) for one in two]:
             wait()
     kept = [key for key in store.list_keys() if "roots" not in key]

@@ -77,3 +77,22 @@ def test_gloo_takes_twice_as_long_to_reduce_as_to_gather() -> None:
 def test_owners_of_the_node_cache_hold_equally_much() -> None:
     with pytest.raises(ConfigError, match="owner_skew must be 1"):
         replace(LINKS, owner_skew=2.0)
+
+
+def test_what_has_not_changed_of_the_parameters_is_not_read() -> None:
+    """A quarter of half of 8 bytes, at 2 bytes/s: 0.5 s before the first microbatch; sums cross as before."""
+    cluster = replace(LINKS, changed=0.25)
+    result = simulate(Step(cluster, ONE, [[6.0] * 3, [6.0], [], [6.0]], "on demand"))
+    assert (result.seconds, result.node_bytes) == (pytest.approx(0.5 + 18 + 2), pytest.approx(1 + 4))
+    frozen = simulate(Step(replace(LINKS, changed=0.0, inter_latency=0.5), ONE, [[6.0], [], [], []], "on demand"))
+    assert (frozen.seconds, frozen.node_bytes) == (pytest.approx(1 + 6 + 1.5 + 2), pytest.approx(4)), "it still asks"
+    hybrid = Step(cluster, ONE, [[6.0]] * 4, "on demand", within_node=True)
+    assert simulate(hybrid) == simulate(replace(hybrid, cluster=LINKS)), "no shard is another node's"
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1])
+def test_a_share_of_the_parameters_changes_and_only_caches_know_it(wrong: float) -> None:
+    with pytest.raises(ConfigError, match="changed must be a share, 0 to 1, and below 1 only with node_cache, not"):
+        replace(LINKS, changed=wrong)
+    with pytest.raises(ConfigError, match="changed must be a share"):
+        Cluster(4, 2, changed=0.5)

@@ -37,6 +37,8 @@ from odc.kernels.gather import gather_kernel
 from odc.kernels.get import get_kernel
 from odc.kernels.launch import OPTIONS, TILE_BYTES
 from odc.kernels.nvshmem import LIBRARY, device_library
+from odc.kernels.pack import elements_of_tile, pack_kernel
+from odc.kernels.patch import patch_kernel
 from odc.kernels.publish import publish_kernel
 from odc.kernels.put import put_kernel
 
@@ -85,6 +87,10 @@ def first() -> Iterator[Variant]:
     yield "scatter", accumulate_kernel, {**copy, "HOW": "copy"}
     yield "differ-cast", differ_kernel, cast
     yield "differ-same", differ_kernel, copy
+    yield "pack-cast", pack_kernel, pack_tile(tl.bfloat16, tl.float32)
+    yield "pack-same", pack_kernel, pack_tile(tl.int16, tl.int16)
+    yield "pack-wide", pack_kernel, pack_tile(tl.int32, tl.int32)
+    yield "patch", patch_kernel, {"WORD": tl.int16}
 
 
 def others(library: str | None) -> Iterator[Variant]:
@@ -97,8 +103,19 @@ def others(library: str | None) -> Iterator[Variant]:
     for source, to in product(NUMBERS, SUMS):
         yield f"add {source} {to}", add_kernel, tile(to, source)
         yield f"accumulate {source} {to}", accumulate_kernel, {**tile(to, source), "HOW": "atomic"}
+    for word in (tl.int8, tl.int16, tl.int32, tl.int64):
+        yield f"pack {word}", pack_kernel, pack_tile(word, word)
+    for source, to in product(NUMBERS, repeat=2):
+        if source != to:
+            yield f"pack {source} {to}", pack_kernel, pack_tile(to, source)
+    yield "patch int8", patch_kernel, {"WORD": tl.int8}
     if library:
         yield from movers(far=True)
+
+
+def pack_tile(to: Any, source: Any) -> dict[str, Any]:
+    """As `tile`; a program packs as many elements as have a tile's words."""
+    return {"TO": to, "FROM": source, "BLOCK": elements_of_tile(to.primitive_bitwidth // 8)}
 
 
 def tile(to: Any, source: Any) -> dict[str, Any]:
@@ -127,6 +144,7 @@ def compiled(kernel: Any, constants: dict[str, Any], capability: int, library: s
         "cubin": len(found.asm["cubin"]),
         **calls(found.asm["ttir"]),
         "linked": "nvshmemi_device_state_d" in ptx,
+        "library": Path(library).name if library and constants.get("NVSHMEM") else "",
         "counts_behind_barrier": "st.global" not in ptx.partition("acq_rel")[0].rpartition("bar.sync")[2],
         "undefined": re.findall(r"\.extern \.func .*?(\w+)\s*\n?\s*\(", ptx),
     }
@@ -210,7 +228,7 @@ def calls_of_every_thread(ttir: str) -> list[str]:
 def main() -> None:
     """Print one line for each kernel."""
     try:
-        library = str(device_library())
+        library = str(device_library(int(sys.argv[1])))
     except UnsupportedError as error:
         library = None
         print(json.dumps({"no_library": str(error)}))

@@ -19,8 +19,11 @@ import pytest
 import torch
 
 from odc.memory import shm
+from odc.movers import cpu
 from odc.movers.cuda import CudaMover
+from odc.movers.patches import PackedUnit
 from odc.protocol import layout
+from support import change_tiles
 
 
 class DeferredLanes:
@@ -124,6 +127,8 @@ class DeferredMover:
     With `atomic` its direct adds need no lock: the lanes run one piece of work at a time.
     """
 
+    packs = True
+
     def __init__(self, lanes: Asked, atomic: bool = False) -> None:
         self._lanes, self._mover, self.atomic = lanes, CudaMover(0, 256, move_all), atomic
 
@@ -135,8 +140,17 @@ class DeferredMover:
         """Kept: there is nothing to compile."""
         self.prepared = asked
 
+    def zero(self, totals: Sequence[torch.Tensor]) -> None:
+        self._lanes.ask(lambda: cpu.zero(totals))
+
     def put(self, address: int, source: int, nbytes: int) -> None:
         self._lanes.ask(lambda: ctypes.memmove(address, source, nbytes))  # type: ignore[arg-type,return-value]
+
+    def pack(self, units: Sequence[PackedUnit], found: torch.Tensor) -> None:
+        self._lanes.ask(lambda: publish_and_pack(units, found))
+
+    def patches(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> LatePatches:
+        return LatePatches(self._lanes, params)
 
     def accumulate_all(
         self,
@@ -154,6 +168,38 @@ class DeferredMover:
         self._lanes.ask(add)
 
 
+def publish_and_pack(units: Sequence[PackedUnit], found: torch.Tensor) -> None:
+    """As `DeviceMover.pack`, now."""
+    for number, (places, before, shards, into) in enumerate(units):
+        old = [one.clone() for one in before]
+        cpu.publish(places, shards)
+        packed = change_tiles.pack(list(zip(old, places, strict=True)))
+        into.fill_(0xCC)
+        if packed.numel():
+            found[number] += (packed.numel() - change_tiles.directory_bytes(places)) // 4
+        if packed.numel() <= into.numel():
+            into[: packed.numel()] = packed
+
+
+class LatePatches:
+    """As `Patches`, later."""
+
+    def __init__(self, lanes: Asked, params: Sequence[tuple[int, int, int]]) -> None:
+        self._lanes = lanes
+        self._spans = [(at, at + numel * size, numel, size) for at, numel, size in params]
+        self.directory_bytes = change_tiles.directory_bytes(
+            [self._zeros(numel, size) for _, _, numel, size in self._spans]
+        )
+
+    @staticmethod
+    def _zeros(numel: int, size: int) -> torch.Tensor:
+        return torch.zeros(numel * size, dtype=torch.uint8).view(change_tiles.OF_SIZE[size])
+
+    def run(self, shard: torch.Tensor, packed: torch.Tensor) -> None:
+        params = [shard[begin:end].view(change_tiles.OF_SIZE[size]) for begin, end, _, size in self._spans]
+        self._lanes.ask(lambda: change_tiles.patch(params, packed))
+
+
 def late_heaps(patch: pytest.MonkeyPatch, *, atomic: bool = False) -> list[DeferredLanes]:
     """Make every heap of this process from now on do its work late; gives the lanes of each, in the order made."""
     made: list[DeferredLanes] = []
@@ -165,3 +211,21 @@ def late_heaps(patch: pytest.MonkeyPatch, *, atomic: bool = False) -> list[Defer
     patch.setattr(shm, "HostLanes", lanes)
     patch.setattr(layout, "mover_for", lambda settings, device, own: DeferredMover(made[-1], atomic))
     return made
+
+
+@contextmanager
+def late(skipped: frozenset[str] = frozenset()) -> Iterator[list[LateCopies]]:
+    """Heaps made inside the block copy late; gives their lanes. Functions in `skipped` do not wait for them."""
+    made: list[LateCopies] = []
+
+    def lanes() -> LateCopies:
+        made.append(LateCopies())
+        made[-1].skipped = skipped
+        return made[-1]
+
+    before = shm.HostLanes, layout.mover_for
+    shm.HostLanes, layout.mover_for = lanes, lambda settings, device, own: DeferredMover(made[-1])  # type: ignore[misc,assignment]
+    try:
+        yield made
+    finally:
+        shm.HostLanes, layout.mover_for = before  # type: ignore[misc]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 
 from odc.memory import SymmetricHeap
 from odc.memory.cuda import CudaHeap, CudaLanes
@@ -49,7 +48,7 @@ def cuda_group(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float
     device = own_device(me)
     outer: list[SymmetricHeap] = []
     with shm_group(identity, ranks, me, deadline_s, outer) as host:
-        heap = CudaHeap(host, device, CudaLanes(device), dist.group.WORLD, dist.barrier)
+        heap = CudaHeap(host, device, CudaLanes(device))
         outer.append(heap)
         yield heap
         heap.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from odc import Settings, fully_shard
+from odc.errors import StaleVersionError
 from odc.handover import Reader, version, weight_handle
+from odc.handover.export import published_units
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
 from odc.net import host_identity
 from odc.protocol import Word
 from odc.runtime import Daemon, reading_token
 from support.members import BF16, F32, HeapGroup, Layout
-from support.models import Case, adamw, build, next_token_loss, tokens
+from support.models import Case, adamw, build, tokens
+from support.programs import backward
 from support.rank_worker import report
 
 LAYOUT: Layout = [[("w", 8, F32), ("b", 3, BF16)], [("v", 5, F32)]]
@@ -51,6 +54,7 @@ class Job:
                 shard_numel=spec.numel,
                 offset=offset(f"published/{unit.index}") + spec.published_offset,
                 buffer_bytes=layout.buffer_offset(unit, 1),
+                unit=unit.index,
             )
             for unit in layout.units
             for spec in unit.params
@@ -61,7 +65,8 @@ class Job:
         )
         self.handle = WeightHandle(
             "group", self.owners, self.parameters, offset("board"), offset("reason"), layout.buffers,
-            layout.heap.nbytes, layout.heap.digest, ()
+            layout.heap.nbytes, layout.heap.digest, (), units=published_units(layout),
+            versions=offset("versions") if layout.says_changes else 0,
         ).to_json()  # fmt: skip
 
     def publish(self, values: Sequence[float]) -> None:
@@ -150,14 +155,29 @@ def second_dimension_first(parameter: torch.nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 6 == 0 else None
 
 
+def read_in_a_loop(
+    reader: Reader, reads: int, check: Callable[[int, dict[str, torch.Tensor]], None]
+) -> tuple[int, int]:
+    """(consistent copies, given up); `check` asserts that a copy is of its version, to the last bit."""
+    good = stale = 0
+    for _ in range(reads):
+        try:
+            number, tensors = reader.read()
+        except StaleVersionError:
+            stale += 1
+            continue
+        good += 1
+        check(number, tensors)
+    return good, stale
+
+
 def read_a_trained_model(rank: int, world: int, case: Case, options: dict[str, Any]) -> None:
     """Every rank reads from its own process; what it gets must be the whole state dict, to the bit."""
     model = build(fully_shard, case, init_device_mesh("cpu", (world,)), **options)
     optimizer = adamw(model)
     for step in range(2):
         with model.minibatch():
-            x = tokens(rank, step, 0)
-            (next_token_loss(model(x), x) / 18).backward()
+            backward(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
     model.publish()

@@ -7,15 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from odc.errors import WaitTimeoutError
 from odc.memory import Attachment, HostLanes, ShmHeap, SymmetricHeap, cuda
-from odc.memory import _torch_symmetric as symmetric
 from odc.memory.cuda import CudaHeap
 from odc.memory.mapping import Mapping
 from odc.net.requests import ask
@@ -44,7 +41,8 @@ def shm_group(
                 time.sleep(0.01)
                 continue
             if answer.fds:
-                return Attachment(answer.fds[0], answer.reply["nbytes"], answer.reply["digest"])
+                fd, *others = answer.fds
+                return Attachment(fd, answer.reply["nbytes"], answer.reply["digest"], tuple(others))
             time.sleep(0.01)
         raise WaitTimeoutError(f"rank {ranks[me]}: rank {ranks[member]} did not seal its heap in {deadline_s:g} s")
 
@@ -54,7 +52,7 @@ def shm_group(
         return all(one.sealed for one in (heap, *outer))
 
     def answer(_request: object, _peer: object) -> tuple[dict[str, object], tuple[int, ...]]:
-        return ({"nbytes": heap.nbytes, "digest": heap.digest}, (heap.fd,)) if sealed() else ({}, ())
+        return ({"nbytes": heap.nbytes, "digest": heap.digest}, (heap.fd, *heap.other_fds)) if sealed() else ({}, ())
 
     with served(address(identity, ranks[me]), answer):
         yield heap
@@ -62,47 +60,27 @@ def shm_group(
 
 
 class MemoryFiles:
-    """Stands for `odc.memory._torch_symmetric`, for one member of one heap."""
+    """Stands for `odc.memory.driver_memory`."""
 
-    SHARE = symmetric.SHARE
-    may_share_devices = staticmethod(symmetric.may_share_devices)
-    same_numbers: bool | None = None  # as given to `map_peers`
+    def allocate(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, int]:
+        fd = os.memfd_create(f"device{device.index}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, nbytes)
+        return Mapping(fd, nbytes).tensor(torch.uint8, 0, nbytes).fill_(7), fd  # a device's memory comes unfilled
 
-    def __init__(self, identity: str, me: int) -> None:
-        self._key, self._me = f"memory-files/{identity}/", me
-        self._store = dist.distributed_c10d._get_default_store()
-
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        self._fd = os.memfd_create("device", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, nbytes)
-        self._store.set(f"{self._key}{self._me}", f"{os.getpid()} {self._fd} {nbytes}")
-        return Mapping(self._fd, nbytes).tensor(torch.uint8, 0, nbytes).fill_(7)  # a device's memory comes unfilled
-
-    def map_peers(self, own: torch.Tensor, group: Any, me: int, *, same_numbers: bool) -> list[torch.Tensor]:
-        self.same_numbers = same_numbers
-        return [own if peer == me else self._map(peer) for peer in range(dist.get_world_size())]
-
-    def _map(self, peer: int) -> torch.Tensor:
-        pid, fd, nbytes = map(int, self._store.get(f"{self._key}{peer}").split())
-        here = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            return Mapping(here, nbytes).tensor(torch.uint8, 0, nbytes)
-        finally:
-            os.close(here)
+    def map_shared(self, fd: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        return Mapping(fd, nbytes).tensor(torch.uint8, 0, nbytes)
 
 
 @contextmanager
 def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s: float) -> Iterator[CudaHeap]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(cuda, "symmetric", MemoryFiles(identity, me))
+    patch.setattr(cuda, "driver_memory", MemoryFiles())
     patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
     patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
-    patch.setattr(cuda.device_links, "adds_atomically", lambda device, uuids: True)
-    patch.setattr(cuda, "_device_text", lambda device: f"0 GPU-{me}")  # as where a process sees one device alone
     try:
         outer: list[SymmetricHeap] = []
         with shm_group(identity, ranks, me, deadline_s, outer) as host:
-            heap = CudaHeap(host, torch.device("meta"), HostLanes(), None, lambda: None)  # type: ignore[arg-type]
+            heap = CudaHeap(host, torch.device("meta"), HostLanes())
             outer.append(heap)
             yield heap
             heap.close()

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from odc.ranks.processes import PATIENCE_S, RankOutcome, task
-from support.hosts import Hosts, children, enter_namespaces
+from support.hosts import Hosts, Part, children, enter_namespaces
 from support.ranks import RankPool, RankProcesses
 
 _groups = itertools.count()
@@ -72,7 +72,7 @@ def _join(prefix: str) -> None:
 class HostRanks(RankProcesses):
     """`per_host` ranks on each of the hosts, in one process group. Rank r is on host r // per_host."""
 
-    def __init__(self, hosts: Hosts, per_host: int) -> None:
+    def __init__(self, hosts: Hosts | Part, per_host: int) -> None:
         world = per_host * len(hosts)
         super().__init__(world, once=False, own=lambda rank: hosts.rank_environment(rank, per_host))
         self._entered: dict[int, int] = {}
@@ -112,7 +112,7 @@ class HostRanks(RankProcesses):
 class HostPool(RankPool):
     """Ranks on hosts that run one function after another: `run(function, *args)` as in `RankPool`."""
 
-    def __init__(self, hosts: Hosts, per_host: int) -> None:
+    def __init__(self, hosts: Hosts | Part, per_host: int) -> None:
         super().__init__(per_host * len(hosts))
         self.hosts, self.per_host = hosts, per_host
 
@@ -121,7 +121,7 @@ class HostPool(RankPool):
 
 
 @contextlib.contextmanager
-def spawn_on_hosts(hosts: Hosts, per_host: int, function: Callable[..., Any], *args: Any) -> Iterator[HostRanks]:
+def spawn_on_hosts(hosts: Hosts | Part, per_host: int, function: Callable[..., Any], *args: Any) -> Iterator[HostRanks]:
     """Start ranks that run `function(rank, world, *args)` and end; what still lives at the end is killed."""
     ranks = HostRanks(hosts, per_host)
     try:

@@ -296,6 +296,24 @@ class Hosts:
         return started
 
 
+class Part:
+    """`count` hosts from `first` on, as all there are to a job."""
+
+    def __init__(self, hosts: Hosts, first: int, count: int) -> None:
+        self._hosts, self._first, self._count = hosts, first, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Host:
+        return self._hosts[self._first + number]
+
+    def rank_environment(self, rank: int, per_host: int) -> dict[str, str]:
+        found = self._hosts.rank_environment(self._first * per_host + rank, per_host)
+        world = {"RANK": rank, "GROUP_RANK": rank // per_host, "WORLD_SIZE": per_host * self._count}
+        return {**found, **{name: str(number) for name, number in world.items()}, "GROUP_WORLD_SIZE": str(self._count)}
+
+
 def children(pid: int) -> list[int]:
     """Children of a process's main thread."""
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -23,10 +23,14 @@ Layout = Sequence[Sequence[tuple[str, int, torch.dtype]]]
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-def units_of(layout: Layout, settings: Settings, frozen: Collection[str] = ()) -> list[UnitSpec]:
-    """Units u0, u1, ... of (parameter, elements of a padded shard, compute dtype); `frozen` are parameters' names."""
+def units_of(
+    layout: Layout, settings: Settings, frozen: Collection[str] = (), coarse: Collection[str] = ()
+) -> list[UnitSpec]:
+    """Units u0, u1, ... of (parameter, elements of a padded shard, compute dtype); `frozen` and `coarse` are
+    parameters' names.
+    """
     dtype = accumulator_dtype(settings.reproducible)
-    return [UnitSpec.build(i, f"u{i}", params, dtype, frozen) for i, params in enumerate(layout)]
+    return [UnitSpec.build(i, f"u{i}", params, dtype, frozen, coarse) for i, params in enumerate(layout)]
 
 
 def gradients(unit: UnitSpec, shards: int, value: float = 1.0, short: int = 0) -> list[Gradient]:
@@ -50,6 +54,7 @@ class HeapGroup:
         shards: members that share one copy.
         replicas: copies.
         frozen: names of parameters, in whichever unit.
+        coarse: names of parameters whose sums cross as int8 where the settings ask for it.
         hosts: which of several hosts each member is on; those of others are not mapped.
         node_size: members of a node, where a host has several.
         regions: of words that each heap has beside, by name and bytes, for a member's grid.
@@ -67,12 +72,13 @@ class HeapGroup:
         settings: Settings | None = None,
         by_hand: bool = False,
         frozen: Collection[str] = (),
+        coarse: Collection[str] = (),
         hosts: tuple[int, ...] = (),
         node_size: int = 0,
         regions: Callable[[RankGrid], Iterable[tuple[str, int]]] = lambda grid: (),
     ) -> None:
         self.settings = settings or Settings(timeout_s=60.0)
-        self.units = units_of(layout, self.settings, frozen)
+        self.units = units_of(layout, self.settings, frozen, coarse)
         self.ranks = tuple(10 + 3 * member for member in range(shards * replicas))
         self.by_hand, self.notified = by_hand, list[int]()
         self.layouts: list[HeapLayout] = []

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from odc.movers.compiled import CompiledMover
+from odc.movers.patches import Patches
 from support.triton_driver import StandInDriver, StandInUtils, use
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -42,9 +43,13 @@ def no_copies(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> No
     """In place of the copy engine."""
 
 
-def minibatch(mover: CompiledMover, dtypes: list[torch.dtype], total: torch.dtype, atomic: bool) -> None:
+def minibatch(
+    mover: CompiledMover, dtypes: list[torch.dtype], total: torch.dtype, atomic: bool, patches: list[Patches]
+) -> None:
     """What odc's threads ask for, of units of every kind: large, small, of one dtype, mixed, with short gradients."""
     shards, sums = 2, torch.zeros(1 << 16, dtype=total)
+    for one in patches:
+        one.run(torch.zeros(1 << 16, dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.uint8))
     for numel in (3, 16, 5000):
         for unit in ([dtype] for dtype in dtypes), [dtypes], [dtypes[::-1]]:
             for kinds in unit:
@@ -70,8 +75,11 @@ def main() -> None:
         for least in (1 << 30, 4096):
             mover = CompiledMover(0, least, no_copies)
             mover.prepare(torch.device("cpu"), [(dtype, total) for dtype in dtypes], atomic)
+            sizes = [[(16, 2)], [(5000, 4)], [(3, 8), (40, 1)]]  # elements and their bytes, by unit
+            units = [[(8192 * i, *size) for i, size in enumerate(unit)] for unit in sizes]
+            patches: list[Patches] = [mover.patches(unit, torch.device("cpu")) for unit in units]
             name = f"odc-{total}-{least}"
-            thread = threading.Thread(target=minibatch, args=(mover, dtypes, total, atomic), name=name)
+            thread = threading.Thread(target=minibatch, args=(mover, dtypes, total, atomic, patches), name=name)
             thread.start()
             thread.join()
     others = [name for name in launched if name.startswith("odc-")]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from odc.errors import OdcError
 from support.hosts import Hosts
-from support.recovering import STEPS, Death, run, unequal
+from support.recovering import COMMON, STEPS, Death, Work, run, unequal
 from support.recovering_hosts import run_on
 
 IN_A_STEP = ("begin", "forward", "backward", "finish", "clip", "step", "keep")
@@ -36,6 +36,7 @@ class Site(NamedTuple):
 
     hosts: Hosts | None
     per_host: int
+    work: Work = COMMON
 
     @property
     def ranks(self) -> int:
@@ -44,8 +45,9 @@ class Site(NamedTuple):
     def run(self, folder: Path, deaths: list[Death] = [], killed: Any = None, steps: int = STEPS) -> list[Any]:  # noqa: B006
         """The job. Its launchers have keepers, so that any ranks may die at once."""
         if self.hosts is None:
-            return list(run(folder, self.ranks, deaths, steps=steps, restarts=100, killed=killed))
-        return run_on(self.hosts, self.per_host, folder, deaths, steps=steps, restarts=100, killed=killed, keeper=True)
+            return list(run(folder, self.ranks, deaths, steps=steps, restarts=100, killed=killed, work=self.work))
+        alike: Any = {"steps": steps, "restarts": 100, "killed": killed, "work": self.work}
+        return run_on(self.hosts, self.per_host, folder, deaths, keeper=True, **alike)
 
 
 def drawn(seed: int, ranks: int, steps: int) -> list[Death]:
@@ -98,11 +100,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--steps", type=int, default=3 * STEPS)
     parser.add_argument("--seed", type=int, default=0, help="of the first job")
+    parser.add_argument("--changes", default=COMMON.changes, help="what hosts read of each other, as in Settings")
     given = parser.parse_args()
     seed, died, failed = given.seed, 0, list[str]()
     with contextlib.ExitStack() as stack:
         hosts = None if given.hosts == 1 else stack.enter_context(Hosts(given.hosts))
-        site, folder = Site(hosts, given.per_host), Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work = COMMON._replace(changes=given.changes)
+        site, folder = Site(hosts, given.per_host, work), Path(stack.enter_context(tempfile.TemporaryDirectory()))
         undisturbed = site.run(folder / "undisturbed", steps=given.steps)
         while died < given.kills:
             here, begun = folder / str(seed), time.monotonic()

@@ -24,7 +24,7 @@ from odc.experiments.launch import launch
 from odc.fsdp import _torch_groups
 from odc.fsdp.collect import Collector
 from odc.fsdp.minibatch import before_done
-from odc.memory import _torch_symmetric
+from odc.memory import driver_memory
 from odc.recovery import process_group
 from odc.recovery.generations import Generations
 from odc.recovery.slots import StateSlot
@@ -57,7 +57,7 @@ class Work(NamedTuple):
     """What a step computes. Without `clip` it calls no collective of torch's; `idle` it has no microbatches.
 
     `tidy`, it collects garbage before it counts what it holds: over hosts a generation leaves cycles of objects. With
-    `device` "cuda" ranks share GPUs where there are fewer.
+    `device` "cuda" ranks share GPUs where there are fewer. `changes` is that of `Settings`.
     """
 
     clip: bool = True
@@ -65,6 +65,7 @@ class Work(NamedTuple):
     idle: bool = False
     tidy: bool = False
     device: str = "cpu"
+    changes: Any = "auto"
 
 
 COMMON = Work()
@@ -158,12 +159,10 @@ def train(
     fate.watch(process_group, "announce_rank", "connect", after=True)
     if work.device == "cuda":
         own_device(rank)
-        if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # torch's own switch
-        fate.watch(_torch_symmetric, "map_peers", "map")
+        fate.watch(driver_memory, "map_shared", "map")
     with odc.Recovery(**{"rejoin_s": 60, **(options or {})}) as recovery:
         fate.step = recovery.step
-        settings = Settings(reproducible=True, timeout_s=30, check_protocol=True)
+        settings = Settings(reproducible=True, timeout_s=30, check_protocol=True, changes=work.changes)
         model: Any = model_of(work.width).to(work.device)
         for block in model[:2]:
             fully_shard(block, settings=settings)

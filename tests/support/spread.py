@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -13,11 +15,13 @@ from odc.hosts.cache import NodeCache
 from odc.hosts.heaps import RemoteHeaps
 from odc.hosts.sums import EarlySums, HostSums
 from odc.protocol import Word
+from odc.protocol.device_changes import changes_of
 from odc.protocol.fetch import PublishedShards
+from odc.protocol.words import VersionWord
 from odc.settings import Accumulate, Settings
 from odc.worker import Worker
 from support.linked import HOSTS
-from support.members import F32, HeapGroup, room
+from support.members import F32, HeapGroup, Layout, room
 
 LAYOUT = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)], [("u", 6, F32)]]
 
@@ -28,6 +32,16 @@ class Copies:
     def __init__(self, group: HeapGroup, me: int, only_into_own: bool = False) -> None:
         self.group, self.me, self.reads, self.nbytes = group, me, list[tuple[int, int]](), 0
         self.fails, self.only_into_own = False, only_into_own
+        self._here, self.most = threading.local(), 0  # that a thread had going
+
+    def begin(self, *arguments: Any, wait: bool, **options: Any) -> Copying:
+        assert not wait or not self.going(), "a thread that reads waits for another to end"
+        return Copying(self, functools.partial(self.read, *arguments, **options))
+
+    def going(self) -> list[Copying]:
+        """Reads of this thread that are in progress."""
+        reads: list[Copying] = self._here.__dict__.setdefault("reads", [])
+        return reads
 
     def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
         if self.fails:
@@ -40,6 +54,22 @@ class Copies:
         self.nbytes += into.numel()
 
 
+class Copying:
+    """A read in progress, which copies when it is ended."""
+
+    def __init__(self, engine: Copies, copy: Callable[[], None]) -> None:
+        self._engine, self._copy = engine, copy
+        engine.going().append(self)
+        engine.most = max(engine.most, len(engine.going()))
+
+    def finish(self) -> None:
+        self._engine.going().remove(self)
+        self._copy()
+
+    def drop(self) -> None:
+        self._engine.going().remove(self)
+
+
 class Spread:
     """A group on two hosts, whose mirrors are written by hand, or on two nodes of one host.
 
@@ -47,11 +77,18 @@ class Spread:
     """
 
     def __init__(
-        self, accumulate: Accumulate = "server", *, nodes: bool = False, only_into_own: bool = False, **options: Any
+        self,
+        accumulate: Accumulate = "server",
+        *,
+        layout: Layout = LAYOUT,
+        nodes: bool = False,
+        only_into_own: bool = False,
+        coarse: Collection[str] = (),
+        **options: Any,
     ) -> None:
         settings = Settings(timeout_s=60.0, accumulate=accumulate, **options)
         hosts = () if nodes else HOSTS
-        self.group = HeapGroup(LAYOUT, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0)
+        self.group = HeapGroup(layout, 4, settings=settings, hosts=hosts, node_size=2 if nodes else 0, coarse=coarse)
         self.group.attach_local()
         self.engines, self.heaps, self.caches = list[Copies](), list[RemoteHeaps](), list[NodeCache]()
         self.workers, self.sums, self.readers = list[Worker](), list[HostSums](), list[EarlySums]()
@@ -61,7 +98,8 @@ class Spread:
             self.workers.append(Worker("odc-ahead"))
             heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
             self.caches.append(NodeCache(member.protocol, heaps, self.workers[-1]))
-            member.shards = PublishedShards(member.protocol, self.caches[-1].fill)
+            changes = changes_of(member.protocol, self.caches[-1].reads.seconds)
+            member.shards = PublishedShards(member.protocol, self.caches[-1].fill, changes)
             self.engines.append(engine)
             self.heaps.append(heaps)
             self.readers.append(EarlySums(member.protocol, heaps, self.workers[-1], functools.partial(self._send, me)))
@@ -76,9 +114,13 @@ class Spread:
         self.mirror(Word.PUBLISHED)
 
     def mirror(self, word: Word) -> None:
-        """Copy a word of every member into its mirrors, as links do."""
+        """Copy a word of every member, and its shards' versions, into its mirrors, as links do."""
         for layout in self.group.layouts:
             for other in layout.grid.remote:
+                for unit in self.group.units if layout.says_changes else ():
+                    versions = self.group.layouts[other].mine.versions(unit)
+                    for i in VersionWord:
+                        layout.remote(other).versions(unit).store(i, versions.load(i))
                 layout.peer(other).board.store(word, self.group.layouts[other].mine.board.load(word))
 
     def push(self, me: int, unit: int, value: float, *, last: bool = False) -> None:

@@ -1,7 +1,7 @@
-"""Engines read memory of ranks on other hosts: `Engine` over TCP, `NixlEngine` over RDMA or from device memory."""
+"""Engines read memory of ranks on other hosts: `Engine` over TCP, `NixlEngine` over RDMA, `NvshmemEngine` on GPUs."""
 
 from odc.net.engines.connections import Check, no_check
-from odc.net.engines.engine import PURPOSE, Engine
-from odc.net.engines.nixl import NixlEngine, choose_engine, make_engine
+from odc.net.engines.engine import PURPOSE, Engine, Reading
+from odc.net.engines.nixl import NixlEngine, choose_engine
 
-__all__ = ["PURPOSE", "Check", "Engine", "NixlEngine", "choose_engine", "make_engine", "no_check"]
+__all__ = ["PURPOSE", "Check", "Engine", "NixlEngine", "Reading", "choose_engine", "no_check"]

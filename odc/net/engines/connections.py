@@ -42,6 +42,14 @@ class Answers:
         """Raise what `check` raises."""
         self.check(f"reading {self.what} of rank {self.rank}")
 
+    def refuse_dead(self) -> None:
+        """Raise OSError if the other end of the connection, on which nothing is expected, has ended."""
+        try:
+            found = self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        raise ConnectionError("it closed the connection" if not found else "it sent unexpected data")
+
     def lost(self, why: object) -> PeerLostError:
         """The error of a read that found the other rank gone."""
         return PeerLostError(f"{self._reading()}: {why}", culprit=self.rank)
@@ -59,17 +67,25 @@ class Answers:
         reader = "reader" if self.me == READER else f"rank {self.me}"
         return f"{reader}, reading {self.what} of rank {self.rank}"
 
-    def ask(self, request: bytes, into: memoryview) -> int:
-        """Send a request and fill `into` with the answer; returns the length that the rank answers.
+    def send(self, request: bytes) -> None:
+        """Send a request. It is short: this waits only if this host's own network is stuck."""
+        sent = 0
+        while sent < len(request):
+            sent += self.connection.send(request[sent:])
+
+    def await_answer(self, into: memoryview) -> int:
+        """Fill `into` with the answer to the oldest request; returns the length that the rank answers.
 
         At `REFUSED` the connection has ended and `into` is as it was. Raises as `receive`.
         """
-        sent = 0
-        while sent < len(request):  # it is short: this waits only if this host's own network is stuck
-            sent += self.connection.send(request[sent:])
         header = bytearray(LENGTH.size)
         self._fill([memoryview(header), into], header)
         return int(LENGTH.unpack(header)[0])
+
+    def ask(self, request: bytes, into: memoryview) -> int:
+        """`send` and `await_answer`."""
+        self.send(request)
+        return self.await_answer(into)
 
     def receive(self, into: memoryview) -> None:
         """Fill `into`. Raises OSError if the connection ends, WaitTimeoutError if nothing comes for the timeout, and
@@ -111,6 +127,10 @@ class Answers:
         return [*views[:-1], last[: len(last) - wake]]
 
 
+class NoneFree(Exception):  # no error: the caller does something else first
+    """All connections to a rank are lent to other threads, or to other reads of this one."""
+
+
 class Connections:
     """Connections to the servers of other ranks, at most so many to one, each lent to one thread at a time."""
 
@@ -125,13 +145,14 @@ class Connections:
         close_after_fork(self)
 
     @contextlib.contextmanager
-    def lend(self, rank: int, what: str, check: Check) -> Iterator[Answers]:
+    def lend(self, rank: int, what: str, check: Check, *, wait: bool = True) -> Iterator[Answers]:
         """A connection to `rank` that no other thread uses, for the block; one that raises ends the connection.
 
-        `what` and `check` are as in `Engine.read`. OSError becomes PeerLostError.
+        `what` and `check` are as in `Engine.read`. OSError becomes PeerLostError. Raises `NoneFree` where all are lent,
+        unless it is to `wait` for one.
         """
         answers = Answers(self._me, rank, self._timeout_s, what, check)
-        connection = answers.connection = self._take(answers)
+        connection = answers.connection = self._take(answers, wait)
         try:
             yield answers
         except BaseException as error:
@@ -147,7 +168,7 @@ class Connections:
                 self._idle.setdefault(rank, []).append(connection)
             self._changed.notify_all()
 
-    def _take(self, answers: Answers) -> socket.socket:
+    def _take(self, answers: Answers, wait: bool) -> socket.socket:
         deadline, rank = Deadline(self._timeout_s), answers.rank
         with self._changed:
             while True:
@@ -158,6 +179,8 @@ class Connections:
                 if len(self._all.get(rank, ())) + self._pending.get(rank, 0) < self._most:
                     self._pending[rank] = self._pending.get(rank, 0) + 1
                     break
+                if not wait:
+                    raise NoneFree
                 self._changed.wait(POOL_CHECK_S)
                 answers.check_on()
                 if deadline.passed():

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -26,11 +28,12 @@ import torch
 
 from odc.deadlines import NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S, READ_CHECK_S, Backoff, Deadline
 from odc.errors import UnsupportedError, install
+from odc.memory import device_links
 from odc.net.engines.connections import Answers, Dial
 from odc.net.engines.engine import Engine
 from odc.net.engines.nearest import address_of, nearest_devices, rdma_devices
-from odc.net.engines.server import DESCRIBE, REFUSED, request
-from odc.settings import LOST_AFTER_S, EngineName, Settings
+from odc.net.engines.pace import Pace
+from odc.settings import LOST_AFTER_S, EngineName
 
 MODULES = ("nixl_cu13", "nixl_cu12")
 EXTRA = install("nixl")
@@ -145,9 +148,11 @@ class NixlEngine(Engine):
         self._agent = _agent(_load(address), f"odc.{me}.{secrets.token_hex(8)}")
         self._registered: dict[str, tuple[torch.Tensor, Any]] = {}
         self._known: dict[tuple[int, str], _Remote] = {}
-        self._lock = threading.Lock()
+        self._lock, self._pace = threading.Lock(), Pace()
 
     def expose(self, region: str, memory: torch.Tensor) -> None:
+        if memory.device.type == "cuda":
+            device_links.flushes_writes(memory.device)  # or it is refused: what is exposed is read into as well
         super().expose(region, memory)
         try:
             self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
@@ -169,61 +174,77 @@ class NixlEngine(Engine):
         where = _DESCRIPTION.pack(memory.data_ptr(), memory.numel(), _device(memory), _kind(memory).encode())
         return where + bytes(self._agent.get_partial_agent_metadata(registration, inc_conn_info=True))
 
-    def _bring(self, answers: Answers, region: str, offset: int, into: torch.Tensor) -> bool:
+    def _begin(
+        self, answers: Answers, region: str, offset: int, into: torch.Tensor, resources: contextlib.ExitStack
+    ) -> Callable[[], bool]:
         remote = self._known.get((answers.rank, region)) or self._ask(answers, region)
         if offset + into.numel() > remote.nbytes:
-            return False
-        if into.numel():
-            with self._registration_of(into):
-                self._transfer(answers, remote, offset, into)
-        return True
+            return lambda: False
+        if not into.numel():
+            return lambda: True
+        resources.enter_context(self._registration_of(into))
+        handle = self._transfer(answers, remote, offset, into, resources)
+        return functools.partial(self._await, answers, handle, into, time.monotonic())
 
     def _ask(self, answers: Answers, region: str) -> _Remote:
         """The rank's description of its region."""
-        length = answers.ask(request(DESCRIBE, region), memoryview(b""))
-        if length == REFUSED:
-            raise answers.refused(region, 0, 0)
-        if length < _DESCRIPTION.size:
+        described = self._description(answers, region)
+        if len(described) < _DESCRIPTION.size:
             raise UnsupportedError(
                 f"rank {self.me}, reading {answers.what} of rank {answers.rank}: it does not read by NIXL; install it "
                 f"there too ({EXTRA}), or set Settings(engine='sockets') on every rank"
             )
-        described = bytearray(length)
-        answers.receive(memoryview(described))
         address, nbytes, device, kind = _DESCRIPTION.unpack_from(described)
         with _failing(answers), self._lock:
-            agent = self._agent.add_remote_agent(bytes(described[_DESCRIPTION.size :]))
+            agent = self._agent.add_remote_agent(described[_DESCRIPTION.size :])
         name = agent.decode() if isinstance(agent, bytes) else str(agent)
         remote = self._known[answers.rank, region] = _Remote(name, address, nbytes, device, kind.decode())
         return remote
 
-    def _transfer(self, answers: Answers, remote: _Remote, offset: int, into: torch.Tensor) -> None:
-        agent, deadline = self._agent, Deadline(answers.timeout_s)
-        backoff = Backoff(NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S)
+    def _transfer(
+        self, answers: Answers, remote: _Remote, offset: int, into: torch.Tensor, resources: contextlib.ExitStack
+    ) -> Any:
+        """Begin the transfer; returns NIXL's handle, which goes with `resources`."""
+        agent = self._agent
         with _failing(answers):
             source = [(remote.address + offset, into.numel(), remote.device)]
             ours = agent.get_xfer_descs([_place(into)[:3]], _kind(into))
             theirs = agent.get_xfer_descs(source, remote.kind)
             handle = agent.initialize_xfer("READ", ours, theirs, remote.agent)
-        next_check = Deadline(READ_CHECK_S)
-        try:
-            with _failing(answers):
-                state = agent.transfer(handle)
-            while state == "PROC":
+            resources.callback(self._release, handle)
+            agent.transfer(handle)
+        return handle
+
+    def _release(self, handle: Any) -> None:
+        with contextlib.suppress(Exception):  # of a transfer that failed, or goes on: NIXL gives it up later
+            self._agent.release_xfer_handle(handle)
+
+    def _await(self, answers: Answers, handle: Any, into: torch.Tensor, begun: float) -> bool:
+        """Return when a transfer is done that was `begun` then. Sleeps until it is due; from then on, it polls."""
+        deadline, backoff = Deadline(answers.timeout_s), Backoff(NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S)
+        next_check, due = Deadline(READ_CHECK_S), self._pace.due(answers.rank, into.numel(), begun)
+        while (state := self._state(answers, handle)) == "PROC":
+            early = min(due - time.monotonic(), next_check.remaining())
+            if early > NIXL_FIRST_SLEEP_S:
+                time.sleep(early)
+            else:
                 backoff.sleep()
-                if next_check.passed():
-                    next_check = Deadline(READ_CHECK_S)
-                    refuse_dead(answers.connection)
-                    answers.check_on()
-                    if deadline.passed():
-                        raise answers.late()
-                with _failing(answers):
-                    state = agent.check_xfer_state(handle)
-            if state != "DONE":
-                raise answers.lost(f"NIXL says {state}")
-        finally:
-            with contextlib.suppress(Exception):  # of a transfer that failed: NIXL gives it up later
-                agent.release_xfer_handle(handle)
+            if next_check.passed():
+                next_check = Deadline(READ_CHECK_S)
+                answers.refuse_dead()
+                answers.check_on()
+                if deadline.passed():
+                    raise answers.late()
+        if state != "DONE":
+            raise answers.lost(f"NIXL says {state}")
+        self._pace.ended(answers.rank, into.numel(), begun)
+        if into.device.type == "cuda" and device_links.flushes_writes(into.device):
+            device_links.flush_writes(into.device)
+        return True
+
+    def _state(self, answers: Answers, handle: Any) -> str:
+        with _failing(answers):
+            return str(self._agent.check_xfer_state(handle))
 
     @contextlib.contextmanager
     def _registration_of(self, into: torch.Tensor) -> Iterator[None]:
@@ -254,15 +275,6 @@ def _failing(answers: Answers) -> Iterator[None]:
         raise answers.lost(f"{type(error).__name__}: {error}") from error
 
 
-def refuse_dead(connection: socket.socket) -> None:
-    """Raise OSError if the other end of a connection on which nothing is expected has ended."""
-    try:
-        found = connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return
-    raise ConnectionError("it closed the connection" if not found else "it sent unexpected data")
-
-
 def _place(memory: torch.Tensor) -> tuple[int, int, int, str]:
     return memory.data_ptr(), memory.numel(), _device(memory), ""
 
@@ -288,10 +300,3 @@ def choose_engine(wanted: EngineName) -> EngineName:
     if devices and installed() is None:
         _log.warning("this host has RDMA (%s), but NIXL is not installed: plain TCP is used (%s)", devices[0], EXTRA)
     return "nixl" if devices and installed() is not None else "sockets"
-
-
-def make_engine(settings: Settings, me: int, dial: Dial, address: str) -> Engine:
-    """The engine of rank `me` (global). `address` is this host's, and `dial` connects to other ranks."""
-    if choose_engine(settings.engine) == "nixl":
-        return NixlEngine(me, dial, settings.timeout_s, address, settings.lost_after_s)
-    return Engine(me, dial, settings.timeout_s, settings.lost_after_s)

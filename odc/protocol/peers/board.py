@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
-
-from odc.memory import Words
+from odc.memory import SymmetricHeap, Words
 
 REASON_BYTES = 1024
 
@@ -28,8 +26,11 @@ class PeerBoard(ABC):
         """Its words (`odc.protocol.words.Word`)."""
 
     @abstractmethod
-    def _texts(self, name: str, offset: int, numel: int) -> torch.Tensor:
-        """uint8 [numel] of region `name`, "reason" or "abandoned", from `offset` on."""
+    def _texts(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """Of region `name`, "reason" or "abandoned", from `offset` on.
+
+        Not by torch: the garbage collector may close a root while torch traces a model, in a mode that takes no tensor.
+        """
 
     @property
     def reason(self) -> str:
@@ -49,10 +50,16 @@ class PeerBoard(ABC):
         _write(self._texts("abandoned", epoch % 2 * REASON_BYTES, REASON_BYTES), text)
 
 
-def _write(region: torch.Tensor, text: str) -> None:
-    raw = text.encode("utf-8", "replace")[: region.numel() - 1]
-    region[: len(raw) + 1].copy_(torch.frombuffer(bytearray(raw + b"\0"), dtype=torch.uint8))
+def _write(region: memoryview, text: str) -> None:
+    raw = text.encode("utf-8", "replace")[: len(region) - 1] + b"\0"
+    region[: len(raw)] = raw
 
 
-def _read(region: torch.Tensor) -> str:
-    return bytes(region.numpy().tobytes()).split(b"\0", 1)[0].decode("utf-8", "replace")
+def _read(region: memoryview) -> str:
+    return bytes(region).split(b"\0", 1)[0].decode("utf-8", "replace")
+
+
+def words_at(heap: SymmetricHeap, member: int, name: str, first: int, count: int) -> Words:
+    """Some words of region `name` of a member on this host."""
+    keepalive = heap.words(member, name)
+    return Words(heap.address(member, name) + 8 * first, count, keepalive)

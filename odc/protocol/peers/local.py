@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
-from odc.protocol.peers.board import PeerBoard
+from odc.protocol.peers.board import PeerBoard, words_at
 from odc.protocol.sink import WordSink
 from odc.protocol.units import UnitSpec
-from odc.protocol.words import Word
+from odc.protocol.words import VERSION_WORDS, VERSIONS_KEPT, Word
 
 # Words that threads sleep on (`Waiter.until_word`). A thread that sleeps on another one wakes after WORD_SLEEP_S.
 _AWAITED = frozenset({Word.PUBLISHED, Word.DONE, Word.COMPLETE, Word.READ, Word.REDUCED})
@@ -112,8 +112,8 @@ class LocalPeer(PeerBoard):
         every = self._heap.tensor(self.member, "pushes", torch.int64, numel=members * count)
         return every.view(members, count)
 
-    def _texts(self, name: str, offset: int, numel: int) -> torch.Tensor:
-        return self._heap.tensor(self.member, name, torch.uint8, offset=offset, numel=numel)
+    def _texts(self, name: str, offset: int, nbytes: int) -> memoryview:
+        return self._heap.words(self.member, name).as_bytes(offset, nbytes)
 
     # shards ------------------------------------------------------------------------------------------------------
 
@@ -135,6 +135,21 @@ class LocalPeer(PeerBoard):
             at = key[1] * unit.published_bytes
             view = self._shards[key] = self._view(f"published/{unit.index}", torch.uint8, at)
         return view
+
+    def versions(self, unit: UnitSpec) -> Words:
+        """The words of a unit's shard that other hosts get a copy of (`VersionWord`)."""
+        return words_at(self._heap, self.member, "versions", unit.index * VERSION_WORDS, VERSION_WORDS)
+
+    def history(self, unit: UnitSpec) -> torch.Tensor:
+        """int64 [VERSIONS_KEPT, VERSION_WORDS]: `versions`, then those of the versions before, newest first. Readers
+        outside the job read them.
+        """
+        every = self._view("versions", torch.int64, 0)
+        return every.view(VERSIONS_KEPT, -1, VERSION_WORDS)[:, unit.index]
+
+    def changes(self, unit: UnitSpec) -> torch.Tensor:
+        """uint8: where the changes of a unit's shard lie, those of several versions."""
+        return self._view(f"changes/{unit.index}", torch.uint8, 0)
 
     def accumulator(self, unit: UnitSpec) -> torch.Tensor:
         """1-D [unit.numel] in the accumulator's dtype."""

@@ -11,9 +11,9 @@ import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
 from odc.protocol.grid import RankGrid
-from odc.protocol.peers.board import REASON_BYTES, PeerBoard
+from odc.protocol.peers.board import REASON_BYTES, PeerBoard, words_at
 from odc.protocol.units import UnitSpec
-from odc.protocol.words import BOARD_WORDS
+from odc.protocol.words import BOARD_WORDS, VERSION_WORDS
 
 
 class RemotePeer(PeerBoard):
@@ -43,12 +43,12 @@ class RemotePeer(PeerBoard):
     def board(self) -> Words:
         board = self._board
         if board is None:
-            board = self._board = _words(self._heap, self.column, "mirror/board", self.row * BOARD_WORDS, BOARD_WORDS)
+            board = self._board = words_at(self._heap, self.column, "mirror/board", self.row * BOARD_WORDS, BOARD_WORDS)
         return board
 
-    def _texts(self, name: str, offset: int, numel: int) -> torch.Tensor:
+    def _texts(self, name: str, offset: int, nbytes: int) -> memoryview:
         start = self.row * REASON_BYTES * (2 if name == "abandoned" else 1) + offset
-        return self._heap.tensor(self.column, f"mirror/{name}", torch.uint8, offset=start, numel=numel)
+        return self._heap.words(self.column, f"mirror/{name}").as_bytes(start, nbytes)
 
     @property
     def pushes(self) -> torch.Tensor:
@@ -56,10 +56,16 @@ class RemotePeer(PeerBoard):
         start = self.row * self._parameters
         return self._heap.tensor(self.column, "mirror/pushes", torch.int64, offset=start, numel=self._parameters)
 
+    def versions(self, unit: UnitSpec) -> Words:
+        """As of a `LocalPeer`."""
+        count = len(self._heap.words(self.column, "mirror/versions")) // self._rows
+        first = self.row * count + unit.index * VERSION_WORDS
+        return words_at(self._heap, self.column, "mirror/versions", first, VERSION_WORDS)
+
     def mirrored(self, name: str) -> Words:
         """The mirror of the member's region `name`, of an arena."""
         count = self._heap.layout.size(f"mirror/{name}") // 8 // self._rows
-        return _words(self._heap, self.column, f"mirror/{name}", self.row * count, count)
+        return words_at(self._heap, self.column, f"mirror/{name}", self.row * count, count)
 
 
 class NodeShare:
@@ -86,11 +92,11 @@ class NodeShare:
 
     def claims(self, unit: UnitSpec) -> Words:
         """Two words: the newest epoch in which a local rank has claimed the member's shard, and 1 + that member."""
-        return _words(self._heap, self.column, "node/claims", (self.row * self._units + unit.index) * 2, 2)
+        return words_at(self._heap, self.column, "node/claims", (self.row * self._units + unit.index) * 2, 2)
 
     def cached(self, unit: UnitSpec) -> Words:
         """One word: the newest epoch whose shard lies in the cache."""
-        return _words(self._heap, self.column, "node/cached", self.row * self._units + unit.index, 1)
+        return words_at(self._heap, self.column, "node/cached", self.row * self._units + unit.index, 1)
 
     def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
         """uint8 [unit.published_bytes or more]: the place of the member's shard in the cache; of the newest epoch."""
@@ -129,8 +135,3 @@ class NodeShare:
             with torch.inference_mode(False):  # one made in inference mode could never be written outside of it
                 view = self._views[key] = self._heap.tensor(self.column, name, dtype, offset=offset, numel=numel)
         return view
-
-
-def _words(heap: SymmetricHeap, column: int, name: str, first: int, count: int) -> Words:
-    keepalive = heap.words(column, name)
-    return Words(heap.address(column, name) + 8 * first, count, keepalive)

@@ -9,6 +9,7 @@ import pytest
 CANNOT = {
     "test_a_whole_unit_takes_few_launches": "emulated: launches are counted by CUPTI, which asks a real device",
     "tests/gpu/test_lanes.py": "emulated: a delay is a CUDA kernel; EMULATED_DELAY_US makes streams late here",
+    "tests/gpu/test_nvshmem_kernels.py": "emulated: NVSHMEM's device calls are compiled code",
     "tests/gpu/test_kernels.py": "emulated: about compiled kernels; `make test` runs most of it interpreted",
 }
 

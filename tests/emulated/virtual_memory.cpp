@@ -1,7 +1,7 @@
-// The driver's virtual memory, which torch's symmetric memory maps peers with: an allocation is a memory file.
+// The driver's virtual memory: an allocation is a memory file.
 //
-// A handle exports as a file descriptor, torch passes that to its peers by its own socket, and they map the same pages,
-// as on a device. Each rank's account counts only what it made itself, as if ranks that share a device had one each.
+// A handle exports as a file descriptor; processes to which that is passed map the same pages, as on a device. Each rank's account counts only what it made itself, as if ranks that share a device had one each.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 #include "device.h"
 #include "memory.h"
-#include "streams.h"
+#include "record.h"
 
 using namespace emulated;
 
@@ -25,6 +25,7 @@ struct Allocation {
     size_t bytes;
     int device;
     bool made_here;      // rather than imported
+    bool gpudirect;
     int references = 1;  // handles and mappings
 };
 
@@ -42,13 +43,18 @@ void give_up(Allocation* allocation) {  // one reference, by holders of the lock
     delete allocation;
 }
 
-int device_of(int file) {  // as its maker has named it
+// A memory file's name says what whoever imports it must know.
+std::string name_of(int device, bool gpudirect) {
+    return "emulated." + std::to_string(device) + (gpudirect ? ".gpudirect" : "");
+}
+
+std::string name_of(int file) {  // "/memfd:emulated.0 (deleted)"; empty for another kind of file
     char path[64] = {};
     const std::string link = "/proc/self/fd/" + std::to_string(file);
     const ssize_t length = readlink(link.c_str(), path, sizeof path - 1);
     const std::string named(path, length > 0 ? size_t(length) : 0);
     const size_t dot = named.find("emulated.");
-    return dot == std::string::npos ? host_thread().device : atoi(named.c_str() + dot + 9);
+    return dot == std::string::npos ? "" : named.substr(dot + 9);
 }
 
 bool reserve_at(void* where, size_t bytes) {  // addresses that nobody may touch, in place of what is mapped there
@@ -68,13 +74,14 @@ CUDA_API CUresult cuMemCreate(Handle* handle, size_t bytes, const CUmemAllocatio
     if (asked->requestedHandleTypes & ~CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_PERMITTED;
     const int device = asked->location.id;
     if (!take_bytes(device, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
-    const int file = memfd_create(("emulated." + std::to_string(device)).c_str(), MFD_CLOEXEC);
+    const bool gpudirect = asked->allocFlags.gpuDirectRDMACapable;
+    const int file = memfd_create(name_of(device, gpudirect).c_str(), MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, off_t(bytes))) {
         if (file >= 0) close(file);
         return_bytes(device, bytes);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
-    *handle = handle_of(new Allocation{file, bytes, device, true});
+    *handle = handle_of(new Allocation{file, bytes, device, true, gpudirect});
     return CUDA_SUCCESS;
 }
 
@@ -109,19 +116,21 @@ CUDA_API CUresult cuMemMap(CUdeviceptr start, size_t bytes, size_t offset, Handl
     void* where = reinterpret_cast<void*>(start);
     if (mmap(where, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, allocation->file, off_t(offset)) == MAP_FAILED)
         return CUDA_ERROR_OUT_OF_MEMORY;
+    struct stat facts;
+    if (fstat(allocation->file, &facts) == 0) record::mapped(where, bytes, facts.st_ino, offset);
     ++allocation->references;
     mappings[start] = allocation;
-    add_range({start, bytes, Kind::device, allocation->device, false});
+    add_range({start, bytes, Kind::device, allocation->device, false, allocation->gpudirect});
     return CUDA_SUCCESS;
 }
 
-CUDA_API CUresult cuMemSetAccess(CUdeviceptr start, size_t bytes, const CUmemAccessDesc*, size_t) {
-    protect(reinterpret_cast<void*>(start), bytes);
+CUDA_API CUresult cuMemSetAccess(CUdeviceptr start, size_t bytes, const CUmemAccessDesc* access, size_t) {
+    protect(reinterpret_cast<void*>(start), bytes, access->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
     return CUDA_SUCCESS;
 }
 
+// Waits for no stream: one that comes to work on what was unmapped dies.
 CUDA_API CUresult cuMemUnmap(CUdeviceptr start, size_t bytes) {
-    drain_device(host_thread().device);
     std::lock_guard<std::mutex> held(lock);
     auto found = mappings.extract(start);
     if (found.empty()) return CUDA_ERROR_INVALID_VALUE;
@@ -158,13 +167,15 @@ CUDA_API CUresult cuMemExportToShareableHandle(void* file, Handle handle, CUmemA
 
 CUDA_API CUresult cuMemImportFromShareableHandle(Handle* handle, void* file, CUmemAllocationHandleType type) {
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) return CUDA_ERROR_NOT_SUPPORTED;
-    const int copy = dup(int(intptr_t(file)));
-    if (copy < 0) return CUDA_ERROR_INVALID_VALUE;
+    if (name_of(int(intptr_t(file))).empty()) return CUDA_ERROR_INVALID_VALUE;
+    const int copy = fcntl(int(intptr_t(file)), F_DUPFD_CLOEXEC, 0);
     struct stat facts;
-    if (fstat(copy, &facts)) {
+    if (copy < 0 || fstat(copy, &facts)) {
         close(copy);
         return CUDA_ERROR_INVALID_VALUE;
     }
-    *handle = handle_of(new Allocation{copy, size_t(facts.st_size), device_of(copy), false});
+    const std::string name = name_of(copy);
+    const bool gpudirect = name.find("gpudirect") != std::string::npos;
+    *handle = handle_of(new Allocation{copy, size_t(facts.st_size), std::atoi(name.c_str()), false, gpudirect});
     return CUDA_SUCCESS;
 }

@@ -1,0 +1,183 @@
+"""Fine-tuning on two hosts, which read each other's shards whole or as their changes: bytes and seconds of a step.
+
+Run as root, as `OMP_NUM_THREADS=1 python -m bench.changes --results bench/results`, on a machine with nothing else to
+do (ten minutes on two cores). Hosts are network namespaces of this machine; both ends of the link are limited by `tbf`.
+
+A Qwen2 of 36M parameters, in bf16 with fp32 shards, is trained on the sources of Python's standard library: first some
+steps at a high rate, then at each rate of the table, by AdamW. Every arm trains a model of its own, and all take their
+steps in turn. `whole` is Settings(changes="off"), which reads every shard anew; `changes` packs always, `auto` where it
+expects to be faster, and `int8` packs always and has sums cross by sums_dtype="int8". `lora` trains adapters of rank
+16 alone, beside `lora-whole`.
+
+"weights" are the bytes that a host sends in the step less those of the sums, which are the same in all arms but `int8`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from bench.script import Script
+from odc import Settings, fully_shard
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are those of the tests
+
+RATES = (1e-6, 1e-5, 1e-4)
+ARMS = ("whole", "changes", "auto", "int8")
+LORA = ("lora-whole", "lora")
+_SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 4096,
+    "tie_word_embeddings": True,
+}
+HIGH_RATE, _RANK = 1e-3, 16
+_BEFORE = 9  # steps at a rate that are not measured: `auto` looks at every unit anew within eight
+_made: dict[str, Trained] = {}  # of this process, by arm
+
+
+class Trained:
+    """One arm's model, trained on text that depends on the step and the rank."""
+
+    def __init__(self, arm: str, ids: torch.Tensor, tokens: int, address: str = "") -> None:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        torch.manual_seed(0)
+        self.model: Any = Qwen2ForCausalLM(Qwen2Config(**_SHAPE))
+        if arm.startswith("lora"):
+            from peft import LoraConfig, get_peft_model
+
+            targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+            self.model = get_peft_model(self.model, LoraConfig(r=_RANK, target_modules=targets)).base_model.model
+        self._ids, self._tokens, self._step = ids, tokens, 0
+        changes: Any = {"whole": "off", "lora-whole": "off", "changes": "on", "int8": "on"}.get(arm, "auto")
+        sums: Any = "int8" if arm == "int8" else "accumulator"
+        settings = Settings(
+            changes=changes, sums_dtype=sums, trace=False, check_protocol=False, engine="sockets", address=address
+        )
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in (*self.model.model.layers, self.model):
+            fully_shard(layer, settings=settings, mp_policy=policy)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, HIGH_RATE)
+        self.sums = 4 * sum(parameter.numel() for parameter in trained)
+        self.whole = 2 * sum(parameter.numel() for parameter in self.model.parameters())
+
+    def step(self, rate: float, rank: int, world: int) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        at = (self._step * world + rank) * self._tokens % (len(self._ids) - self._tokens - 1)
+        batch = self._ids[at : at + self._tokens + 1].unsqueeze(0).long()
+        with self.model.minibatch():
+            self.model.set_is_last_backward(True)
+            self.model(input_ids=batch, labels=batch).loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._step += 1
+
+
+def build(rank: int, world: int, arm: str, ids: torch.Tensor, tokens: int, steps: int) -> tuple[int, int]:
+    """Make an arm and train it at the high rate; returns bytes of its parameters in bf16, and of its sums in fp32."""
+    made = _made[arm] = Trained(arm, ids, tokens)
+    for _ in range(steps):
+        made.step(HIGH_RATE, rank, world)
+    dist.barrier()
+    return made.whole, made.sums
+
+
+def measure(rank: int, world: int, arm: str, rate: float) -> tuple[float, float]:
+    """Seconds of a step from barrier to barrier, and seconds that this rank's threads computed."""
+    dist.barrier()
+    computed, begin = time.process_time(), time.perf_counter()
+    _made[arm].step(rate, rank, world)
+    dist.barrier()
+    return time.perf_counter() - begin, time.process_time() - computed
+
+
+def text() -> torch.Tensor:
+    """int32 [n]: ids of the standard library's sources, by a tokenizer trained on them."""
+    from odc.experiments.data.bpe import cached_bpe
+    from odc.experiments.data.sources import read_source, stdlib_source
+
+    documents = read_source(stdlib_source())
+    tokenizer = cached_bpe(documents, _SHAPE["vocab_size"], Path("runs/cache"))
+    return torch.cat([torch.from_numpy(tokenizer.encode(str(one.content))) for one in documents[:400]])
+
+
+def rows_of(link: str, given: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
+    """Every arm at every rate, over one kind of link."""
+    from support.host_ranks import HostPool
+    from support.hosts import Hosts
+
+    rows: list[dict[str, Any]] = []
+    with Hosts(2) as hosts:
+        pool = HostPool(hosts, given.per_host)
+        arms = (*ARMS, *LORA[: 0 if given.no_lora else None])
+        sizes = {arm: pool.run(build, arm, ids, given.tokens, given.warmup)[0] for arm in arms}
+        if link != "none":
+            hosts.shape(link)
+        for rate in RATES:
+            found: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
+            for repeat in range(_BEFORE + given.repeats):
+                for arm in arms:
+                    before = [host.counted()[0] for host in hosts]
+                    took = pool.run(measure, arm, rate)
+                    out = max(host.counted()[0] - then for host, then in zip(hosts, before, strict=True))
+                    if repeat >= _BEFORE:
+                        found[arm].append((max(s for s, _ in took), sum(cpu for _, cpu in took), out))
+            rows += [_row(link, rate, arm, found, sizes[arm]) for arm in arms]
+        pool.close()
+    return rows
+
+
+def _row(
+    link: str, rate: float, arm: str, found: dict[str, list[tuple[float, float, int]]], sizes: tuple[int, int]
+) -> dict[str, Any]:
+    seconds, computed, out = (median(column) for column in zip(*found[arm], strict=True))
+    base = "lora-whole" if arm.startswith("lora") else "whole"
+    base_s, base_cpu, base_out = (median(column) for column in zip(*found[base], strict=True))
+    whole, sums = (size / 2 for size in sizes)  # half of the shards, and of the sums, are another host's
+    row = {
+        "link": link if link != "none" else "not limited",
+        "learning rate": rate,
+        "arm": arm,
+        "MB out": out / 1e6,
+        "out of whole": out / base_out,
+        "weights of whole": "" if arm == "int8" else max(0.0, out - sums) / whole,
+        "seconds": seconds,
+        "seconds of whole": seconds / base_s,
+        "CPU of whole": computed / base_cpu,
+    }
+    print(f"{row['link']} {rate:g} {arm}: {row['MB out']:.1f} MB, {seconds:.2f} s", file=sys.stderr, flush=True)
+    return row
+
+
+def main() -> None:
+    script = Script(
+        __doc__,
+        repeats=(5, "measured steps of each arm at each rate"),
+        warmup=(20, "steps at the high rate"),
+        tokens=(32, "of a rank and step"),
+        per_host=(1, "ranks"),
+        links=("1gbit,none", "as tc has them, with commas between them"),
+        no_lora=(False, "leave the LoRA arms out, which need peft"),
+    )
+    ids, rows = text(), list[dict[str, Any]]()
+    for link in script.given.links.split(","):
+        rows += rows_of(link, script.given, ids)
+    script.store("changes", "Hosts that read only what has changed of a shard", rows)
+
+
+if __name__ == "__main__":
+    main()

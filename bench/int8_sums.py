@@ -1,0 +1,201 @@
+"""Training on two hosts with sums of gradients that cross whole, in fp32, and as int8: losses, and bytes of a step.
+
+Run as root, as `OMP_NUM_THREADS=1 python -m bench.int8_sums --results bench/results`, on a machine with nothing else to
+do (half an hour on two cores). Hosts are network namespaces of this machine, with real ranks on them.
+
+Two models are trained by AdamW on the sources of Python's standard library: that of `odc compare --demo`, and a Qwen2
+of 36M parameters. The arms of a model begin with the same weights and take the same tokens, in fp32, and take their
+steps in turn. Trainings that differ in one bit part in time, so a distance means something only beside that of a
+control: "fp32, nudged" has fp32 sums, and weights that differ by 1e-6 at the beginning. "Mean distance" compares the
+means of 50 steps each. Shards cross whole in every step, and "sums MB" are what a host sends less those, with all
+headers.
+
+`--minutes` ends the training of a model early, with as many steps as were done; the table says how many.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.changes import text
+from bench.script import Script
+from odc import Settings, fully_shard
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are those of the tests
+
+ARMS = {"fp32": "accumulator", "int8": "int8", "fp32, nudged": "accumulator"}
+_COLOURS = {"fp32": "#27496d", "int8": "#d8431f", "fp32, nudged": "#e6ab02"}
+_NUDGE = 1e-6  # relative, of every weight of the control
+_LARGE = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+}
+_LAST, _TURN = 50, 10  # steps of the mean at the end; steps of each arm in turn
+_made: dict[str, _Training] = {}  # of this process, by arm
+
+
+class _Training:
+    """One arm of a model."""
+
+    def __init__(
+        self, arm: str, shape: dict[str, Any], ids: torch.Tensor, tokens: int, steps: int, rate: float
+    ) -> None:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        torch.manual_seed(0)
+        self._model: Any = Qwen2ForCausalLM(Qwen2Config(**shape))
+        self._ids, self._tokens, self._step = ids, tokens, 0
+        if arm.endswith("nudged"):
+            with torch.no_grad():
+                for parameter in self._model.parameters():
+                    parameter.mul_(1 + _NUDGE * torch.randn_like(parameter))
+        sums: Any = ARMS[arm]
+        settings = Settings(sums_dtype=sums, changes="off", trace=False, check_protocol=False, engine="sockets")
+        for layer in (*self._model.model.layers, self._model):
+            fully_shard(layer, settings=settings)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), rate, betas=(0.9, 0.95))
+        warm = max(1, steps // 20)
+        self._rate = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min(1.0, (step + 1) / warm))
+        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
+
+    def step(self, rank: int, world: int) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(self._step * world + rank)
+        at = int(torch.randint(len(self._ids) - self._tokens, (), generator=draw))
+        batch = self._ids[at : at + self._tokens + 1].unsqueeze(0).long()
+        with self._model.minibatch():
+            self._model.set_is_last_backward(True)
+            loss: torch.Tensor = self._model(input_ids=batch, labels=batch).loss
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._rate.step()
+        self._optimizer.zero_grad()
+        self._step += 1
+        return loss.detach()
+
+
+def build(rank: int, world: int, arm: str, *given: Any) -> int:
+    """Make an arm; returns its parameters."""
+    _made[arm] = _Training(arm, *given)
+    dist.barrier()
+    return _made[arm].parameters
+
+
+def train(rank: int, world: int, arm: str, steps: int) -> tuple[list[float], float]:
+    """Mean loss over all ranks of each of some steps; processor seconds of this rank in them."""
+    begin = time.process_time()
+    losses = torch.stack([_made[arm].step(rank, world) for _ in range(steps)])
+    computed = time.process_time() - begin
+    dist.all_reduce(losses)
+    return (losses / world).tolist(), computed
+
+
+def curves(name: str, shape: dict[str, Any], given: Any, ids: torch.Tensor, steps: int) -> tuple[Any, Any]:
+    """Losses of each arm, step by step; the rows of the table."""
+    from support.host_ranks import HostPool
+    from support.hosts import Hosts
+
+    losses: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    sent: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    computed = dict.fromkeys(ARMS, 0.0)
+    end = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
+    with Hosts(2) as hosts:
+        pool = HostPool(hosts, given.per_host)
+        for arm in ARMS:
+            parameters = pool.run(build, arm, shape, ids, given.tokens, steps, given.rate)[0]
+        while len(losses["fp32"]) < steps and time.monotonic() < end:
+            turn = min(_TURN, steps - len(losses["fp32"]))
+            for arm in ARMS:
+                before = [host.counted()[0] for host in hosts]
+                found = pool.run(train, arm, turn)
+                out = max(host.counted()[0] - then for host, then in zip(hosts, before, strict=True))
+                losses[arm] += found[0][0]
+                sent[arm].append(out / turn)
+                computed[arm] += sum(cpu for _, cpu in found)
+            print(f"{name}: {len(losses['fp32'])} steps, {losses['fp32'][-1]:.4f}", file=sys.stderr, flush=True)
+        pool.close()
+    mean = {arm: fmean(found[-_LAST:]) for arm, found in losses.items()}
+    rows = [
+        {
+            "model": f"{name}, {parameters / 1e6:.1f}M",
+            "sums": arm,
+            "steps": len(losses[arm]),
+            "first loss": losses[arm][0],
+            f"mean loss of the last {_LAST}": mean[arm],
+            "of fp32": mean[arm] / mean["fp32"] - 1,
+            "mean distance": _distance(losses["fp32"], losses[arm]),
+            "MB out": median(sent[arm]) / 1e6,
+            "sums MB": (median(sent[arm]) - 2 * parameters) / 1e6,  # half of the shards are another host's
+            "bytes an element": (median(sent[arm]) - 2 * parameters) / (parameters / 2),
+            "CPU s a step": computed[arm] / len(losses[arm]),
+        }
+        for arm in ARMS
+    ]
+    return losses, rows
+
+
+def _distance(reference: list[float], losses: list[float]) -> float:
+    """Relative, of the means of steps one after the other; the mean of it over all of them."""
+    pairs = [(fmean(reference[at : at + _LAST]), fmean(losses[at : at + _LAST])) for at in range(0, len(losses), _LAST)]
+    return fmean(abs(mine / theirs - 1) for theirs, mine in pairs)
+
+
+def draw(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
+    """Loss curves of each model above, their relative distance from that of fp32 below."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0 * len(found), 6.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    columns = figure.subplots(2, len(found), squeeze=False, sharex="col", height_ratios=(3, 2))
+    for (name, losses), (upper, lower) in zip(found.items(), columns.T, strict=True):
+        steps = range(1, len(losses["fp32"]) + 1)
+        for arm, curve in losses.items():
+            upper.plot(steps, curve, color=_COLOURS[arm], linewidth=0.8, label=f"sums in {arm}")
+            if arm != "fp32":
+                gaps = [100 * (mine / theirs - 1) for theirs, mine in zip(losses["fp32"], curve, strict=True)]
+                lower.plot(steps, gaps, color=_COLOURS[arm], linewidth=0.8)
+        upper.set(title=name, ylabel="loss of the step")
+        lower.set(xlabel="optimizer step", ylabel="distance from fp32, %")
+        upper.legend(frameon=False)
+        for axes in (upper, lower):
+            axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    script = Script(
+        __doc__,
+        steps=(1000, "of the demo's model"),
+        large_steps=(300, "of the larger model"),
+        tokens=(64, "of a rank and step"),
+        rate=(1e-3, "of learning, after a twentieth of the steps"),
+        per_host=(1, "ranks"),
+        minutes=(0.0, "after which the training of a model ends; 0 is no limit"),
+    )
+    given, ids = script.given, text()
+    from odc.experiments.text.model import config_of, shipped_config
+
+    demo = {key: value for key, value in config_of(shipped_config("qwen2-demo")).items() if key in _LARGE}
+    found, rows = dict[str, Any](), list[dict[str, Any]]()
+    for name, shape, steps in (("demo", demo, given.steps), ("larger", _LARGE, given.large_steps)):
+        if steps:
+            found[name], some = curves(name, shape | {"vocab_size": 4096}, given, ids, steps)
+            rows += some
+            script.store("int8_sums", "Sums of gradients in fp32 and in int8 between hosts", rows, losses=found)
+            draw(given.results / "int8_sums.png", found)
+
+
+if __name__ == "__main__":
+    main()

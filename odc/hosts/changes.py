@@ -1,0 +1,135 @@
+"""How a shard of a member on another node comes into the node's cache: not at all, as its changes, or whole.
+
+Changes are applied to the cache, in CPU memory or on its device, where they come: see `HeapLayout.patch`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from odc.errors import OdcError
+from odc.protocol.changes import checksum
+from odc.protocol.heap_reader import HeapRead, HeapReader, PassingRead
+from odc.protocol.peers.remote import NodeShare
+from odc.protocol.protocol import MemberProtocol
+from odc.protocol.units import UnitSpec
+from odc.protocol.words import Version, Word
+from odc.trace import FETCH, recorder
+
+LANE = "hosts"  #: of a trace: reads from other hosts, whichever thread does them
+_TIMED_BYTES = 256 << 10  # fewer say more of the way there than of the link
+
+
+@dataclass
+class _Tally:
+    """Of one call: bytes that were read, bytes that were not, and seconds that went into applying them."""
+
+    nbytes: int = 0
+    saved: int = 0
+    patching: float = 0.0
+
+
+class ShardReads:
+    """Brings shards into the cache of this node. For the rank that has claimed them, on any of its threads."""
+
+    def __init__(self, protocol: MemberProtocol, heaps: HeapReader) -> None:
+        self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
+        self._pace = 0.0  # seconds a byte, a running mean
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a read of so many bytes from another host takes, as measured; 0.0 while nothing was read."""
+        return nbytes * self._pace
+
+    def bring(self, claimed: Iterable[tuple[NodeShare, UnitSpec]], epoch: int) -> None:
+        """Return when the cache has the versions of `epoch`, and each is CACHED. Raises as `HeapReader.read_all`."""
+        begin, traced, tally = time.perf_counter(), recorder().now_on(LANE), _Tally()
+
+        def reads() -> Iterator[HeapRead | PassingRead]:
+            for peer, unit in claimed:
+                one = self._read_of(peer, unit, epoch, tally)
+                nbytes = 0 if one is None else one.nbytes
+                tally.nbytes += nbytes
+                tally.saved += unit.published_bytes - nbytes
+                if one is not None:
+                    yield one
+
+        self._heaps.read_all(reads())
+        if tally.saved:
+            self._protocol.count(Word.SAVED, tally.saved)
+        if tally.nbytes or tally.saved:
+            recorder().add(FETCH, traced, unit=f"{tally.saved} bytes saved", nbytes=tally.nbytes, lane=LANE)
+        if tally.nbytes >= _TIMED_BYTES:
+            pace = (time.perf_counter() - begin - tally.patching) / tally.nbytes
+            self._pace = pace if not self._pace else (3 * self._pace + pace) / 4
+
+    def bring_whole(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> None:
+        """The same, where a process may be at it that has left the job: what it writes is the same, or not used."""
+        with peer.claim_mutex(unit).held(self._layout.settings.timeout_s):
+            if peer.cached(unit).load(0) < epoch:
+                self._heaps.read_all([self._whole(peer, unit, epoch)])
+                _announce(peer, unit, epoch)
+
+    def _read_of(self, peer: NodeShare, unit: UnitSpec, epoch: int, tally: _Tally) -> HeapRead | PassingRead | None:
+        """What brings the shard; None if it is there, and now CACHED."""
+        have, version = peer.cached(unit).load(0), self._version(peer, unit)
+        if version is None or not have:
+            return self._whole(peer, unit, epoch, version)
+        if have >= version.changed:
+            _announce(peer, unit, epoch)
+            return None
+        if version.packed < 0 or have < version.base:
+            return self._whole(peer, unit, epoch, version)
+        use = functools.partial(self._patch, peer, unit, epoch, version, tally)
+        what = f"the changes of unit {unit.name!r}"
+        return PassingRead(peer.member, f"changes/{unit.index}", version.place, version.packed, what, use)
+
+    def _version(self, peer: NodeShare, unit: UnitSpec) -> Version | None:
+        """None where the owner says nothing of versions."""
+        layout = self._layout
+        if not layout.says_changes or not layout.grid.is_remote(peer.member):
+            return None
+        words = layout.remote(peer.member).versions(unit)
+        return Version(*(words.load(i) for i in range(len(Version._fields))))
+
+    def _whole(self, peer: NodeShare, unit: UnitSpec, epoch: int, version: Version | None = None) -> HeapRead:
+        def then() -> None:
+            self._check(peer, unit, version)
+            _announce(peer, unit, epoch)
+
+        offset = self._layout.buffer_offset(unit, epoch)
+        return HeapRead(peer.member, f"published/{unit.index}", offset, _place(peer, unit), f"unit {unit.name!r}", then)
+
+    def _patch(
+        self, peer: NodeShare, unit: UnitSpec, epoch: int, version: Version, tally: _Tally, packed: torch.Tensor
+    ) -> None:
+        begin = time.perf_counter()
+        # A patch must be applied once: a rank that has given up on this one reads the whole shard, under the lock too.
+        with peer.claim_mutex(unit).held(self._layout.settings.timeout_s):
+            if peer.cached(unit).load(0) < epoch:
+                self._layout.patch(unit, _place(peer, unit), packed)
+                self._check(peer, unit, version)
+                _announce(peer, unit, epoch)
+        tally.patching += time.perf_counter() - begin
+
+    def _check(self, peer: NodeShare, unit: UnitSpec, version: Version | None) -> None:
+        if version is not None and version.checksum and checksum(_place(peer, unit)) != version.checksum:
+            raise OdcError(
+                f"rank {self._layout.grid.rank} (epoch {self._protocol.epoch}): the shard of unit {unit.name!r} of "
+                f"rank {peer.rank} is not what that rank has published"
+            )
+
+
+def _place(peer: NodeShare, unit: UnitSpec) -> torch.Tensor:
+    """uint8 [unit.published_bytes], in the cache."""
+    return peer.published_bytes(unit)[: unit.published_bytes]
+
+
+def _announce(peer: NodeShare, unit: UnitSpec, epoch: int) -> None:
+    cached = peer.cached(unit)
+    cached.store(0, epoch)  # release: the shard is there
+    cached.wake(0)

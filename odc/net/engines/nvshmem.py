@@ -1,0 +1,105 @@
+"""Reads by NVSHMEM, from the slab of a rank on another host into this rank's, from device to device.
+
+The host asks for each read, on a stream that no other read uses, and looks whether the stream is past it: the library
+would wait without end, and does not report deaths either. A read therefore watches the admitted connection to the same
+rank, as those by NIXL do. What lies outside the slab is read over TCP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import struct
+from collections.abc import Callable, Iterator
+
+import torch
+
+from odc.deadlines import NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S, READ_CHECK_S, Backoff, Deadline
+from odc.memory import Lanes, nvshmem
+from odc.memory.cuda import CudaLanes
+from odc.net.engines.connections import Answers, Dial
+from odc.net.engines.engine import Engine
+from odc.settings import LOST_AFTER_S
+
+_DESCRIPTION = struct.Struct("!QQ")  # offset in the slab, bytes
+
+
+class NvshmemEngine(Engine):
+    """An engine by NVSHMEM, for memory in its slabs once it has been started; an `Engine` for all other memory."""
+
+    name, only_into_own = "nvshmem", True
+
+    def __init__(self, me: int, dial: Dial, timeout_s: float, lost_after_s: float = LOST_AFTER_S) -> None:
+        super().__init__(me, dial, timeout_s, lost_after_s, describe=self._describe)
+        self._exposed: dict[str, torch.Tensor] = {}
+        self._known: dict[tuple[int, str], tuple[int, int]] = {}  # offset and bytes, by rank and region
+        self._lanes: Lanes | None = None
+        self._free: list[str] = []  # lanes that no read uses
+        self._numbers = itertools.count()
+
+    def expose(self, region: str, memory: torch.Tensor) -> None:
+        super().expose(region, memory)
+        self._exposed[region] = memory
+        if self._lanes is None and memory.device.type == "cuda":
+            self._lanes = CudaLanes(memory.device)  # on the training thread
+
+    def withdraw(self, name: str) -> None:
+        super().withdraw(name)
+        self._exposed.pop(name, None)
+
+    def _describe(self, region: str) -> bytes:
+        library, memory = nvshmem.started(), self._exposed.get(region)
+        if library is None or memory is None or not library.holds(memory):
+            return b""
+        return _DESCRIPTION.pack(memory.data_ptr() - library.base, memory.numel())
+
+    def _begin(
+        self, answers: Answers, region: str, offset: int, into: torch.Tensor, resources: contextlib.ExitStack
+    ) -> Callable[[], bool]:
+        library, lanes, found = nvshmem.started(), self._lanes, None
+        if library is not None and lanes is not None and library.holds(into):
+            found = self._known.get((answers.rank, region)) or self._ask(answers, region)
+        if found is None or library is None or lanes is None:
+            return super()._begin(answers, region, offset, into, resources)
+        start, nbytes = found
+        if offset + into.numel() > nbytes:
+            return lambda: False
+        if not into.numel():
+            return lambda: True
+        with lanes.lane(resources.enter_context(self._lane())):
+            library.get(into, start + offset, answers.rank)
+            return functools.partial(self._await, answers, lanes, lanes.mark())
+
+    def _ask(self, answers: Answers, region: str) -> tuple[int, int] | None:
+        """Where the rank's region lies in its slab; None if it lies elsewhere."""
+        described = self._description(answers, region)
+        if len(described) != _DESCRIPTION.size:
+            return None
+        offset, nbytes = _DESCRIPTION.unpack(described)
+        self._known[answers.rank, region] = offset, nbytes
+        return offset, nbytes
+
+    def _await(self, answers: Answers, lanes: Lanes, arrived: object) -> bool:
+        """Return once a mark is reached."""
+        deadline, next_check = Deadline(answers.timeout_s), Deadline(READ_CHECK_S)
+        backoff = Backoff(NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S)
+        while not lanes.reached(arrived):
+            backoff.sleep()
+            if next_check.passed():
+                next_check = Deadline(READ_CHECK_S)
+                answers.refuse_dead()
+                answers.check_on()
+                if deadline.passed():
+                    raise answers.late()
+        return True
+
+    @contextlib.contextmanager
+    def _lane(self) -> Iterator[str]:
+        """A lane for the block; one whose block raised may never come to its end, and is not used again."""
+        try:
+            name = self._free.pop()
+        except IndexError:
+            name = f"nvshmem {next(self._numbers)}"
+        yield name
+        self._free.append(name)

@@ -1,0 +1,160 @@
+"""What this rank's published shards have changed by, for hosts that keep a version before (docs/changes.md).
+
+Publishing compares each unit with what was published last. What has changed is packed beside the shards. The words of
+a unit, which cross to other hosts before PUBLISHED, say what a reader has to read: nothing, the changes, or the whole
+shard. They name versions by the epochs that brought them, so an epoch that changes nothing costs no byte.
+
+A unit's region of changes is a ring: those of the newest versions lie one after the other, until the next ones are
+written over them. Ranks read the newest only; readers outside the job, which skip versions, read all since their own.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from odc.errors import UnsupportedError, install
+from odc.memory import round_up
+from odc.movers import changes
+from odc.protocol.protocol import MemberProtocol
+from odc.protocol.units import UnitSpec
+from odc.protocol.words import VersionWord
+
+WHOLE = changes.TOO_LARGE
+_SAMPLE_EVERY = 8  # epochs
+_SAMPLED = 128 << 10  # bytes
+_SLACK = 1.25  # of the last changes: so much room the next ones are expected to take
+_LEAST = 4096  # bytes of each parameter that are compared before a shard is worth a second look
+
+
+class PublishedChanges:
+    """The changes of one rank's published shards, in CPU memory; `DeviceChanges` are those on a device. On the rank's
+    main thread, between its words PUBLISHING and PUBLISHED: `publish`, and when that has settled `note`.
+
+    `seconds(nbytes)`: how long another host's read of so many bytes takes, 0.0 while that is not known.
+    """
+
+    def __init__(self, protocol: MemberProtocol, seconds: Callable[[int], float]) -> None:
+        self._protocol, self._layout, self._seconds = protocol, protocol.layout, seconds
+        layout, self._always = self._layout, self._layout.settings.changes == "on"
+        if self._always and not changes.available():
+            raise UnsupportedError(f"Settings(changes='on') packs by numba, which is not installed: {install('fast')}")
+        largest = max((unit.published_bytes for unit in layout.units), default=0)
+        self._scratch = torch.zeros(largest if layout.buffers == 1 else 0, dtype=torch.uint8)
+        self._gaps = [_gaps(unit) for unit in layout.units]
+        self._sample = torch.empty(changes.room_for(_SAMPLED), dtype=torch.uint8)
+        # By unit: bytes packed over those of the shard, or of a sample, when last packed; where the newest changes lie.
+        self._ratios: dict[int, float] = {}
+        self._places: dict[int, range] = {}
+        self._found: list[tuple[UnitSpec, int]] = []  # in this epoch changed units, and their packed bytes
+        self._pace = 0.0  # processor seconds of packing a byte of a shard, a running mean
+
+    def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int) -> None:
+        """Publish the shards, by unit and parameter."""
+        self._found.clear()
+        for unit, tensors in zip(self._layout.units, shards, strict=True):
+            packed = self._publish(unit, tensors, epoch)
+            if packed:
+                self._found.append((unit, packed))
+
+    def note(self, epoch: int) -> None:
+        """Store the words of what has changed."""
+        for unit, packed in self._found:
+            place = 0 if packed == WHOLE else self._places[unit.index].start
+            note_version(self._protocol, unit, packed, place, epoch)
+
+    def _publish(self, unit: UnitSpec, shards: Sequence[torch.Tensor], epoch: int) -> int:
+        """Bytes of the changes, which lie in their region then; 0: there are none; WHOLE: they are not to be read."""
+        mine, versions = self._layout.mine, self._layout.mine.versions(unit)
+        place, old = mine.published_bytes(unit, epoch), mine.published_bytes(unit, epoch - 1)
+        new = place if self._layout.buffers == 2 else self._scratch
+        place, old, new = (memory[: unit.published_bytes] for memory in (place, old, new))
+        self._layout.mover.publish([_view(new, unit, i) for i in range(len(unit.params))], shards)
+        for begin, end in self._gaps[unit.index]:  # another unit may have written there
+            new[begin:end].zero_()
+        packed = self._packed(unit, old, new, epoch) if versions.load(VersionWord.CHANGED) else WHOLE
+        if packed and self._layout.buffers == 1:
+            place.copy_(new)
+        return packed
+
+    def _packed(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor, epoch: int) -> int:
+        """Bytes of the changes, which lie in their region then; 0 if there are none, WHOLE if they do not pay."""
+        if not new.numel() or _equal(old, new):
+            return 0
+        return self._pack(unit, old, new) if self._always or self._pays(unit, old, new, epoch) else WHOLE
+
+    def _pays(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor, epoch: int) -> bool:
+        """Whether reading the changes, packed here and applied there, is likely to be faster than reading the shard."""
+        whole = unit.published_bytes
+        if not changes.available() or not self._seconds(whole):
+            return False
+        if unit.index not in self._ratios or epoch % _SAMPLE_EVERY == unit.index % _SAMPLE_EVERY:
+            begin = epoch * _SAMPLED % whole
+            self._timed(unit, old[begin : begin + _SAMPLED], new[begin : begin + _SAMPLED], self._sample)
+        saved = self._seconds(whole) - self._seconds(int(whole * self._ratios[unit.index]))
+        return saved > 2 * self._pace * whole
+
+    def _pack(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor) -> int:
+        """Pack behind the last changes where the next ones are expected to fit, else at the start of the region."""
+        room, last = self._layout.mine.changes(unit), self._places.pop(unit.index, range(0))
+        behind = round_up(last.stop, 4)
+        for place in (behind, 0) if last and behind + _SLACK * len(last) <= len(room) else (0,):
+            size = self._timed(unit, old, new, room[place:])
+            written = range(place, len(room) if size == WHOLE else place + size)
+            _forget(self._layout.mine.history(unit), written)
+            if size != WHOLE:
+                self._places[unit.index] = written
+                return size
+        return WHOLE
+
+    def _timed(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor, into: torch.Tensor) -> int:
+        """As `changes.pack`; notes what it took, and how much it was."""
+        changes.prepare()
+        begin = time.thread_time()
+        size = changes.pack(old, new, into)
+        pace = (time.thread_time() - begin) / new.numel()
+        self._pace = pace if not self._pace else (3 * self._pace + pace) / 4
+        self._ratios[unit.index] = 1.0 if size == WHOLE else size / new.numel()
+        return size
+
+
+def note_version(protocol: MemberProtocol, unit: UnitSpec, packed: int, place: int, epoch: int) -> None:
+    """Store the words of a unit whose shard has changed in `epoch`, and been published; `packed` and `place` as of the
+    words.
+    """
+    layout, checked = protocol.layout, 0
+    if layout.settings.check_protocol:
+        checked = checksum(layout.mine.published_bytes(unit, epoch)[: unit.published_bytes])
+    protocol.note_version(unit, packed, place, checked)
+
+
+def checksum(shard: torch.Tensor) -> int:
+    """Of the bytes of a shard; never 0. On a device it waits for the current lane."""
+    return 1 + zlib.crc32(shard.cpu().numpy().data)
+
+
+def _forget(history: torch.Tensor, written: range) -> None:
+    """Versions whose changes have been written over cannot be read any more."""
+    packed, place = history[:, VersionWord.PACKED], history[:, VersionWord.PLACE]
+    packed[(packed > 0) & (place < written.stop) & (place + packed > written.start)] = WHOLE
+
+
+def _view(memory: torch.Tensor, unit: UnitSpec, param: int) -> torch.Tensor:
+    spec = unit.params[param]
+    return memory[spec.published_offset : spec.published_offset + spec.nbytes].view(spec.dtype)
+
+
+def _gaps(unit: UnitSpec) -> list[tuple[int, int]]:
+    """Bytes of a published shard that belong to no parameter."""
+    ends = [spec.published_offset + spec.nbytes for spec in unit.params]
+    begins = [spec.published_offset for spec in unit.params[1:]] + [unit.published_bytes]
+    return [(end, begin) for end, begin in zip(ends, begins, strict=False) if begin > end]
+
+
+def _equal(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether two versions are the same, byte for byte. Most that are not differ early."""
+    words = old.view(torch.int64), new.view(torch.int64)
+    return torch.equal(words[0][:_LEAST], words[1][:_LEAST]) and torch.equal(*words)

@@ -1,0 +1,108 @@
+"""How a host's sum of one unit is rounded where it crosses to another host, and what is left of it here.
+
+With `sums_dtype="int8"` each parameter crosses by itself, in the 8-bit blocks of `odc.movers.int8` if it is coarse, and
+else in bf16. With "bfloat16" the whole sum crosses in bf16.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from odc.memory import advise_huge, round_up
+from odc.movers import int8
+
+_ALIGN = 16  # bytes
+
+
+@dataclass(frozen=True)
+class _SumPart:
+    """Elements [first, first + numel) of a unit's accumulator, which lie `at` bytes in the rounded sum."""
+
+    first: int
+    numel: int
+    at: int
+    coarse: bool
+
+    @property
+    def nbytes(self) -> int:
+        return int8.room_for(self.numel) if self.coarse else 2 * self.numel
+
+    def of(self, total: torch.Tensor) -> torch.Tensor:
+        """1-D [numel]: this part of a sum."""
+        return total[self.first : self.first + self.numel]
+
+    def rounded(self, memory: torch.Tensor) -> torch.Tensor:
+        """This part of a rounded sum: uint8 [nbytes] if it is coarse, else bf16 [numel]."""
+        found = memory[self.at : self.at + self.nbytes]
+        return found if self.coarse else found.view(torch.bfloat16)
+
+    def write(self, total: torch.Tensor, memory: torch.Tensor) -> None:
+        if self.coarse:
+            int8.pack(self.of(total), self.rounded(memory))
+        else:
+            self.rounded(memory).copy_(self.of(total))
+
+    def read(self, memory: torch.Tensor, total: torch.Tensor) -> None:
+        if self.coarse:
+            int8.unpack(self.rounded(memory), self.of(total))
+        else:
+            self.of(total).copy_(self.rounded(memory))
+
+    def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor) -> None:
+        out = self.of(residual)
+        if self.coarse:
+            int8.rest(self.of(total), self.rounded(memory), out)
+        else:
+            left = self.of(total) - self.rounded(memory)
+            out.copy_(torch.where(left.isfinite(), left, out))
+
+
+class RoundedUnit:
+    """The rounded sums of one unit, each in `nbytes` bytes of memory.
+
+    `params`: for each parameter its elements in the accumulator, one after the other, and whether it is coarse.
+    """
+
+    def __init__(self, params: Sequence[tuple[int, bool]]) -> None:
+        self._parts = list[_SumPart]()
+        self.numel = self.nbytes = 0
+        for numel, coarse in params:
+            part = _SumPart(self.numel, numel, self.nbytes, coarse)
+            self._parts.append(part)
+            self.numel += numel
+            self.nbytes += round_up(part.nbytes, _ALIGN)
+
+    def write(self, total: torch.Tensor, memory: torch.Tensor) -> None:
+        """Round a sum, 1-D [numel], into `memory`, uint8 [nbytes]. On a device it does not wait for it."""
+        for part in self._parts:
+            part.write(total, memory)
+
+    def read(self, memory: torch.Tensor) -> torch.Tensor:
+        """1-D [numel]: the sum that lies in `memory`; a view in bf16 where that is all of it, else new, in fp32."""
+        if len(self._parts) == 1 and not self._parts[0].coarse:
+            return self._parts[0].rounded(memory)
+        advise_huge(total := torch.empty(self.numel))  # much of the time would be page faults
+        for part in self._parts:
+            part.read(memory, total)
+        return total
+
+    def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor, used: Sequence[bool]) -> None:
+        """Set `residual`, fp32 [numel], to what rounding took off `total`, for the parameters that are `used`: of
+        others no rank reads what has crossed. Where a sum was not finite the residual stays.
+        """
+        for part in itertools.compress(self._parts, used):
+            part.keep(total, memory, residual)
+
+
+def coarse_parameters(found: Sequence[tuple[Sequence[int], bool]]) -> list[bool]:
+    """For each parameter of a model, given as its shape and whether an `nn.Embedding` holds it, whether it is coarse.
+
+    Matrices are, and what has more dimensions, but for those of embeddings and those with as many rows as the largest
+    embedding, which makes them the head.
+    """
+    vocabulary = max((shape[0] for shape, embeds in found if embeds), default=0)
+    return [len(shape) > 1 and not embeds and shape[0] != vocabulary for shape, embeds in found]

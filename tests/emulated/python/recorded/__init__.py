@@ -1,0 +1,1 @@
+"""Hooks that note what orders threads and what they access, for the happens-before checker."""

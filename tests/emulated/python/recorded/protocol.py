@@ -1,0 +1,146 @@
+"""What the protocol keeps in memory of the host, and names for reports: of regions, ranks, lanes, lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from recorded.notes import (
+    ACQUIRE,
+    MESSAGE,
+    PROCESS,
+    READ,
+    REGION,
+    RELEASE,
+    SITE,
+    STREAM,
+    WRITE,
+    agreed,
+    library,
+    name,
+    note,
+    site,
+    touched,
+    wrapped,
+)
+
+
+def ring(module: ModuleType) -> None:
+    """Headers of blocks, in memory of the host."""
+
+    def post(real: Callable[..., None]) -> Callable[..., None]:
+        def run(self: Any, *args: Any) -> None:
+            touched(self._headers[self.posted % self.ring.slots].data, WRITE)  # on the CPU a post shows it as well
+            real(self, *args)
+
+        return run
+
+    def peek(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any) -> Any:
+            found = real(self, *args)
+            for at in range(self._taken, self._taken + len(found[1]) if found else 0):
+                touched(self._headers[at % self._slots].data, READ)
+            return found
+
+        return run
+
+    wrapped(module.Outbox, "post", post)
+    wrapped(module.Inbox, "peek", peek)
+
+
+def counts(module: ModuleType) -> None:
+    """Counts of pushes, in memory of the host."""
+
+    def share(real: Callable[..., None]) -> Callable[..., None]:
+        def run(self: Any, counts: Any) -> None:
+            real(self, counts)
+            for member in self.grid.local:
+                touched(self.layout.local(member).pushes(self.grid.me).numpy().data, WRITE)
+
+        return run
+
+    wrapped(module.MemberProtocol, "share_counts", share)
+
+
+def collect(module: ModuleType) -> None:
+    """Counts of pushes are read."""
+
+    def counts(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(layout: Any) -> Any:
+            touched(layout.mine.all_pushes().numpy().data, READ)
+            return real(layout)
+
+        return run
+
+    wrapped(module, "push_counts", counts)
+
+
+def cuda_heap(module: ModuleType) -> None:
+    """Names of regions on the device, and of lanes."""
+
+    def lane(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, lane: str) -> Any:
+            found = real(self, lane)
+            stream = self._streams[lane]
+            number = library().emulated_stream_number(stream.cuda_stream, stream.device_index)
+            note(STREAM, number, name(f"lane {lane}"))
+            note(SITE, site())
+            return found
+
+        return run
+
+    def seal(real: Callable[..., None]) -> Callable[..., None]:
+        def run(self: Any, *args: Any) -> None:
+            real(self, *args)
+            note(RELEASE, agreed(f"{self.identity} {self.ranks[self.me]} is sealed"), 0, MESSAGE)
+
+        return run
+
+    def attach(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, member: int) -> Any:
+            found = real(self, member)  # its rank has answered, which it does once its heap is sealed
+            note(ACQUIRE, agreed(f"{self.identity} {self.ranks[member]} is sealed"), 0, MESSAGE)
+            return found
+
+        return run
+
+    wrapped(module.CudaHeap, "seal", _named_regions)
+    wrapped(module.CudaHeap, "seal", seal)
+    wrapped(module.CudaHeap, "_map", attach)
+    wrapped(module.CudaLanes, "lane", lane)
+    for method in ("mark", "follow", "settle", "reached"):
+        wrapped(module.CudaLanes, method, _placed)
+
+
+def shm_heap(module: ModuleType) -> None:
+    """Names of regions in memory of the host."""
+    wrapped(module.ShmHeap, "seal", _named_regions)
+
+
+def _named_regions(seal: Callable[..., None]) -> Callable[..., None]:
+    def run(self: Any, *args: Any, **named: Any) -> None:
+        seal(self, *args, **named)
+        rank, base = self.ranks[self.me], self.whole(self.me).data_ptr()
+        note(PROCESS, name(f"rank {rank}"))
+        for request in self.layout.requests:
+            at = base + self.layout.offset(request.name)
+            note(REGION, at, request.nbytes, name(f"{request.name} of rank {rank}"))
+
+    return run
+
+
+def _placed(real: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **named: Any) -> Any:
+        note(SITE, site())
+        return real(*args, **named)
+
+    return run
+
+
+def mover(module: ModuleType) -> None:
+    """Where in odc a mover is called."""
+    for owner in (module.CudaMover, *module.CudaMover.__subclasses__()):
+        for method in ("gather", "stage", "add_all", "add_part", "accumulate_all", "differ"):
+            if method in vars(owner):
+                wrapped(owner, method, _placed)

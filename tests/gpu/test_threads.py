@@ -1,0 +1,112 @@
+"""How odc's threads call CUDA: beside a capture of the training thread's, and where cores are few."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support.device import own_device
+from support.on_ranks import on_ranks
+from support.ranks import RankPool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from odc import fully_shard
+from odc.fsdp import live_roots, root_layout
+from odc.memory import device_links
+from odc.memory.cuda import CudaLanes
+
+CUDA = next((path for path in os.environ.get("LD_PRELOAD", "").split(":") if "libemulated_cuda" in path), "")
+
+
+def on_a_thread(work: Any) -> list[object]:
+    """What the work returns on a thread of its own, or raises."""
+    found: list[object] = []
+
+    def live() -> None:
+        try:
+            found.append(work())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    thread.join(60)
+    return found
+
+
+@on_ranks(1)
+def test_a_threads_queries_leave_a_capture_of_the_training_thread_alone(rank: int, world: int) -> None:
+    """In CUDA's default mode for captures, which any thread's unsafe call would end. The capture is pretended."""
+    if not CUDA:
+        pytest.skip("no emulated CUDA device: a capture is pretended there")
+    device, cuda = own_device(rank), ctypes.CDLL(CUDA)
+    lanes = CudaLanes(device)
+    event = lanes.mark()
+
+    def query(within: bool) -> bool:
+        torch.cuda.set_device(device)
+        if within:
+            lanes.lane("server")
+            torch.empty(100 << 20, dtype=torch.uint8, device=device)  # more than is cached
+        return lanes.reached(event)
+
+    torch.cuda.synchronize()
+    cuda.emulated_capture(1)
+    assert on_a_thread(lambda: query(True)) == [True]
+    assert not cuda.emulated_capture(1), "odc's threads have ended the capture"
+    (refused,) = on_a_thread(lambda: query(False))
+    assert isinstance(refused, RuntimeError) and cuda.emulated_capture(0), "any other thread's query does"
+
+
+def settled(rank: int, world: int, cores: float) -> tuple[int, int]:
+    """How often lanes settled by waiting for a stream, and for an event that lets threads sleep, in a minibatch."""
+    device, spins, sleeps = own_device(rank), list[str](), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(root_layout, "cores", lambda: cores)
+        model: Any = fully_shard(nn.Linear(64, 64).to(device), mesh=init_device_mesh("cuda", (world,)))
+        with model.minibatch():
+            model(torch.ones(2, 64, device=device)).sum().backward()
+        wait, stream_wait = torch.cuda.Event.synchronize, torch.cuda.Stream.synchronize
+        patch.setattr(torch.cuda.Event, "synchronize", lambda self: (sleeps.append(caller()), wait(self)))
+        patch.setattr(torch.cuda.Stream, "synchronize", lambda self: (spins.append(caller()), stream_wait(self)))
+        with model.minibatch():
+            model(torch.ones(2, 64, device=device)).sum().backward()
+    for root in live_roots():
+        root.shut_down()
+    return spins.count("CudaLanes.settle"), sleeps.count("CudaLanes.settle")
+
+
+def caller() -> str:
+    return sys._getframe(2).f_code.co_qualname
+
+
+@pytest.mark.parametrize("cores", [1.5, 2.0])
+def test_threads_sleep_where_ranks_are_more_than_cores(ranks: Any, cores: float) -> None:
+    for spins, sleeps in ranks(2).run(settled, cores, timeout=240):
+        assert sleeps > 2 if cores < 2 else spins > 2
+        assert not (spins if cores < 2 else sleeps)
+
+
+def flushes(rank: int, world: int) -> bool:
+    device = own_device(rank)
+    if device_links.flushes_writes(device):
+        return on_a_thread(lambda: device_links.flush_writes(device)) == [None]
+    return False
+
+
+@pytest.mark.parametrize(("order", "flushed"), [("0", True), ("100", True), ("200", False)])
+def test_the_driver_says_whether_writes_of_network_cards_are_flushed(order: str, flushed: bool) -> None:
+    """A thread that has not called CUDA yet flushes as well."""
+    if not CUDA:
+        pytest.skip("no emulated CUDA device: a real one is asked as it is")
+    pool = RankPool(1, (("EMULATED_RDMA_ORDERING", order),))
+    try:
+        assert pool.run(flushes, timeout=120) == [flushed]
+    finally:
+        pool.close()

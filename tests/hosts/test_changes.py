@@ -1,0 +1,383 @@
+"""Shards that cross to other hosts as their changes, or not at all: the same bits, and fewer bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.deferred import DeferredLanes, DeferredMover, late_heaps
+from support.members import BF16, F32, HeapGroup, room
+from support.spread import HOSTS, Spread
+
+from odc.errors import OdcError, UnsupportedError
+from odc.movers import changes
+from odc.protocol import Word, regions
+from odc.protocol.changes import WHOLE, PublishedChanges
+from odc.protocol.words import VersionWord
+from odc.settings import Settings
+from odc.trace import recorder
+
+LAYOUT = [[("w", 40_000, BF16), ("b", 5, BF16)], [("v", 30_000, F32)], [("u", 6, F32)]]
+WHOLE_BYTES = 80_016  # of unit 0
+
+
+#: Whether shards lie on a device, which does its work late and packs as `support.change_tiles` does.
+on_devices = pytest.mark.parametrize("late", [False, True], ids=["cpu", "device"])
+
+
+@contextmanager
+def two_hosts(late: bool = False, **options: Any) -> Iterator[Spread]:
+    """With checksums, but not the checks of words: no member is DONE here."""
+    with pytest.MonkeyPatch.context() as patch:
+        if late:
+            late_heaps(patch)
+        spread = Spread(layout=LAYOUT, **{"changes": "on", **options})
+        for layout in spread.group.layouts:
+            layout.settings = dataclasses.replace(layout.settings, check_protocol=True)
+        try:
+            yield spread
+        finally:
+            spread.close()
+
+
+class Weights:
+    """The shards of all four members, in fp32."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.of = [
+            [[torch.randn(numel, generator=generator) * 0.02 for _, numel, _ in unit] for unit in LAYOUT]
+            for _ in range(4)
+        ]
+
+    def publish(self, spread: Spread) -> None:
+        for member, shards in enumerate(self.of):
+            spread.group.members[member].shards.publish(shards, [False] * len(LAYOUT))
+        spread.mirror(Word.PUBLISHED)
+
+    def step(self, lr: float, seed: int, units: tuple[int, ...] = (0, 1, 2)) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for shards in self.of:
+            for unit in units:
+                for shard in shards[unit]:
+                    shard -= lr * torch.randn(len(shard), generator=generator).mul(0.4).clamp(-1, 1)
+
+    def expect(self, spread: Spread, me: int, unit: int) -> None:
+        spec = spread.group.units[unit]
+        outs = room(spec, 4)
+        spread.group.members[me].shards.fetch(spec, outs)
+        spread.group.layouts[me].heap.lanes.settle()
+        for i, out in enumerate(outs):
+            wanted = torch.cat([self.of[member][unit][i] for member in range(4)]).to(out.dtype)
+            assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def crossed(spread: Spread) -> int:
+    """Bytes that members have read from other hosts since this was last asked."""
+    total = sum(nbytes for engine in spread.engines for _, nbytes in engine.reads)
+    for engine in spread.engines:
+        engine.reads.clear()
+    return total
+
+
+@on_devices
+def test_a_host_that_has_nothing_reads_whole_whatever_it_is_told(late: bool) -> None:
+    with two_hosts(late) as spread:
+        weights = Weights()
+        weights.publish(spread)
+        for member in range(4):
+            for reader in (me for me in range(4) if spread.group.layouts[me].grid.is_remote(member)):
+                words = spread.group.layouts[reader].remote(member).versions(spread.group.units[0])
+                for i in range(len(VersionWord)):
+                    words.store(i, 0)
+        for me in range(4):
+            weights.expect(spread, me, 0)
+        assert crossed(spread) == 4 * WHOLE_BYTES
+
+
+@on_devices
+@pytest.mark.parametrize("second_buffer", [False, True])
+def test_only_changes_cross_after_the_first_time(late: bool, second_buffer: bool) -> None:
+    weights = Weights()
+    recorder().clear()
+    with two_hosts(late, second_buffer=second_buffer) as spread:
+        total = 0
+        for step in range(4):
+            weights.publish(spread)
+            said = {
+                layout.mine.versions(spread.group.units[0]).load(VersionWord.PACKED) for layout in spread.group.layouts
+            }
+            assert (said == {WHOLE}) == (step == 0) and max(said) < 0.12 * WHOLE_BYTES
+            for me in range(4):
+                weights.expect(spread, me, 0)
+            nbytes = crossed(spread)
+            total += nbytes
+            assert nbytes == 4 * WHOLE_BYTES if step == 0 else 0 < nbytes < 0.12 * 4 * WHOLE_BYTES
+            weights.step(1e-5, step)
+        saved = sum(layout.mine.board.load(Word.SAVED) for layout in spread.group.layouts)
+        assert saved == 4 * 4 * WHOLE_BYTES - total
+    spans = [span for span in recorder().spans() if span.lane == "hosts"]
+    assert sum(span.nbytes for span in spans) == total, "a trace shows what was read"
+    assert sum(int(span.unit.removesuffix(" bytes saved")) for span in spans) == saved, "and what was not"
+
+
+@on_devices
+def test_what_has_not_changed_does_not_cross(late: bool) -> None:
+    weights = Weights()
+    with two_hosts(late, changes="on" if late else "auto") as spread:
+        for step in range(3):
+            weights.publish(spread)
+            for me in range(4):
+                for unit in range(3):
+                    weights.expect(spread, me, unit)
+            nbytes = crossed(spread)
+            assert step == 0 or (0.6 if late else 1) * 4 * 120_000 <= nbytes <= 4 * 120_000, "unit 1 alone is trained"
+            weights.step(1e-3, step, units=(1,))
+
+
+@on_devices
+def test_a_cache_that_skipped_a_version_gets_the_whole_shard(late: bool) -> None:
+    weights = Weights()
+    with two_hosts(late) as spread:
+        weights.publish(spread)
+        weights.expect(spread, 0, 0)
+        for step in range(2):
+            weights.step(1e-5, step)
+            weights.publish(spread)
+        crossed(spread)
+        weights.expect(spread, 0, 0)
+        assert crossed(spread) == 2 * WHOLE_BYTES
+
+
+@on_devices
+def test_epochs_that_change_nothing_lie_between_a_cache_and_its_changes(late: bool) -> None:
+    """Evaluation, or `publish()` without a step."""
+    weights = Weights()
+    with two_hosts(late) as spread:
+        weights.publish(spread)
+        weights.expect(spread, 0, 0)
+        for step in range(2):
+            weights.publish(spread)
+            weights.publish(spread)
+            weights.step(1e-5, step)
+            weights.publish(spread)
+            crossed(spread)
+            weights.expect(spread, 0, 0)
+            assert 0 < crossed(spread) < 0.12 * 2 * WHOLE_BYTES
+
+
+@on_devices
+def test_an_epoch_that_changes_nothing_comes_after_changes_that_a_host_has_not_read(late: bool) -> None:
+    """On a device they are gone then."""
+    weights = Weights()
+    with two_hosts(late) as spread:
+        weights.publish(spread)
+        weights.expect(spread, 0, 0)
+        weights.step(1e-5, 1)
+        weights.publish(spread)
+        weights.publish(spread)
+        crossed(spread)
+        weights.expect(spread, 0, 0)
+        assert crossed(spread) == 2 * WHOLE_BYTES if late else crossed(spread) < 0.12 * 2 * WHOLE_BYTES
+        weights.publish(spread)
+        weights.expect(spread, 0, 0)
+        assert crossed(spread) == 0
+
+
+@on_devices
+def test_weights_that_change_altogether_cross_whole(late: bool) -> None:
+    weights = Weights()
+    with two_hosts(late) as spread:
+        for step in range(2):
+            weights.publish(spread)
+            for me in range(4):
+                weights.expect(spread, me, 0)
+            assert crossed(spread) == 4 * WHOLE_BYTES
+            weights.step(1.0, step)
+
+
+@on_devices
+@pytest.mark.parametrize("word", [VersionWord.BASE, VersionWord.CHECKSUM])
+def test_changes_of_another_version_are_noticed(word: VersionWord, late: bool) -> None:
+    """As a fault of odc would show: the checksum that is compared where the protocol is checked."""
+    weights = Weights()
+    with two_hosts(late) as spread:
+        weights.publish(spread)
+        weights.expect(spread, 0, 0)
+        for step in range(2):
+            weights.step(1e-5, step)
+            weights.publish(spread)
+        for layout in spread.group.layouts[:2]:
+            versions = layout.remote(2).versions(spread.group.units[0])
+            versions.store(word, 1)
+        with pytest.raises(OdcError, match=r"rank 10 \(epoch 3\): the shard of unit 'u0' of rank 16 is not what"):
+            weights.expect(spread, 0, 0)
+
+
+@on_devices
+def test_a_rank_that_reads_for_one_that_has_left_takes_the_whole_shard_and_is_not_patched_after(late: bool) -> None:
+    weights = Weights()
+    with two_hosts(late) as spread:
+        weights.publish(spread)
+        weights.expect(spread, 0, 0)
+        weights.step(1e-5, 1)
+        weights.publish(spread)
+        unit, peer = spread.group.units[0], spread.group.layouts[1].share(2)
+        reads, patched = spread.caches[1].reads, list[int]()
+        read = spread.engines[1].read
+
+        def meanwhile(*arguments: Any, **options: Any) -> None:
+            read(*arguments, **options)
+            if not patched:  # between reading the changes and applying them another rank has read the shard
+                patched.append(1)
+                spread.caches[0].reads.bring_whole(spread.group.layouts[0].share(2), unit, 2)
+
+        spread.engines[1].read = meanwhile  # type: ignore[method-assign]
+        reads.bring([(peer, unit)], 2)
+        assert patched
+        weights.expect(spread, 0, 0)
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_any_order_of_steps_and_fetches_gives_the_published_bits(data: st.DataObject) -> None:
+    weights = Weights()
+    with two_hosts(data.draw(st.booleans()), changes=data.draw(st.sampled_from(["on", "auto"]))) as spread:
+        for step in range(data.draw(st.integers(2, 5))):
+            weights.publish(spread)
+            for me, unit in data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=6)):
+                weights.expect(spread, me, unit)
+            for cache in spread.caches:
+                cache.settle()
+            units = data.draw(st.sampled_from([(), (0,), (0, 1), (0, 1, 2)]))
+            weights.step(data.draw(st.sampled_from([1e-6, 1e-4, 1.0])), step, units)
+
+
+class Pace:
+    """A link of which a read of a byte takes `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, nbytes: int) -> float:
+        return nbytes * self.seconds
+
+
+@pytest.mark.parametrize(("seconds", "packed"), [(0.0, False), (1e-15, False), (1.0, True)])
+def test_changes_are_packed_where_the_link_is_slower(seconds: float, packed: bool) -> None:
+    weights = Weights()
+    with two_hosts(changes="auto") as spread:
+        for member in spread.group.members:
+            member.shards._changes._seconds = Pace(seconds)  # type: ignore[union-attr]
+        for step in range(4):
+            weights.publish(spread)
+            weights.step(1e-5, step)
+        versions = spread.group.layouts[0].mine.versions(spread.group.units[0])
+        assert (versions.load(VersionWord.PACKED) != WHOLE) == packed
+
+
+@pytest.mark.parametrize("second_buffer", [False, True])
+def test_on_a_device_publishing_waits_once_for_shards_and_sizes_and_a_patch_once(second_buffer: bool) -> None:
+    """Without changes it waits once, too."""
+    weights, waits = Weights(), dict[str, list[int]]()
+    for how in ("on", "off"):
+        with two_hosts(True, changes=how, second_buffer=second_buffer) as spread:
+            layout = spread.group.layouts[0]
+            lanes = layout.heap.lanes
+            assert isinstance(lanes, DeferredLanes)
+            waits[how] = []
+            for step in range(3):
+                before = lanes.settled
+                spread.group.members[0].shards.publish(weights.of[0], [False] * len(LAYOUT))
+                waits[how].append(lanes.settled - before)
+                for member in (1, 2, 3):
+                    spread.group.members[member].shards.publish(weights.of[member], [False] * len(LAYOUT))
+                spread.mirror(Word.PUBLISHED)
+                before = lanes.settled
+                weights.expect(spread, 0, 0)
+                if step and how == "on":
+                    assert lanes.settled - before == 2 + 1, "a patch each of two shards, and the test's"
+                weights.step(1e-5, step)
+    assert waits == {"on": [1, 1, 1], "off": [1, 1, 1]}
+
+
+@pytest.mark.parametrize("skipped", ["HeapLayout.patch", "PublishedShards.publish"])
+def test_each_wait_for_the_device_is_needed(skipped: str) -> None:
+    weights = Weights()
+    with two_hosts(True) as spread:
+        for layout in spread.group.layouts:
+            layout.settings = dataclasses.replace(layout.settings, check_protocol=False)
+        for step in range(2):
+            weights.publish(spread)
+            weights.expect(spread, 0, 0)
+            weights.step(1e-5, step)
+        for layout in spread.group.layouts:
+            lanes = layout.heap.lanes
+            assert isinstance(lanes, DeferredLanes)
+            lanes.skipped = frozenset({skipped})
+        weights.publish(spread)
+        with pytest.raises((AssertionError, IndexError, RuntimeError)):
+            weights.expect(spread, 0, 0)
+
+
+@pytest.mark.parametrize("only_into_own", [False, True])
+def test_on_a_device_changes_come_into_a_landing_at_once(monkeypatch: pytest.MonkeyPatch, only_into_own: bool) -> None:
+    """Which is as large as the largest of them; whole shards come through it part by part where they must."""
+    monkeypatch.setattr(regions, "_LANDING_BYTES", 1024)
+    weights = Weights()
+    with two_hosts(True, only_into_own=only_into_own) as spread:
+        layout = spread.group.layouts[0]
+        assert layout.landing_bytes == changes.room_for(120_000)
+        engine, into = spread.engines[0], list[torch.Tensor]()
+        read = engine.read
+
+        def note(rank: int, region: str, offset: int, memory: torch.Tensor, **options: Any) -> None:
+            into.append(memory)
+            read(rank, region, offset, memory, **options)
+
+        engine.read = note  # type: ignore[method-assign]
+        for step in range(3):
+            weights.publish(spread)
+            into.clear()
+            weights.expect(spread, 0, 0)
+            if step:
+                landings = {layout.landing(i).data_ptr() for i in range(2)}
+                assert {one.data_ptr() for one in into} == landings and len(into) == 2, "of two owners"
+            weights.step(1e-5, step)
+    with two_hosts(True, changes="auto") as spread:
+        assert not spread.group.layouts[0].says_changes and spread.group.layouts[0].landing_bytes == 1024
+
+
+def test_on_a_device_without_kernels_changes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeferredMover, "packs", False)
+    late_heaps(monkeypatch)
+    with pytest.raises(UnsupportedError, match=r"Settings\(changes='on'\) packs shards on cpu by odc's kernels"):
+        Spread(changes="on")
+
+
+def test_nothing_is_kept_where_changes_are_off() -> None:
+    weights = Weights()
+    with two_hosts(changes="off") as spread:
+        assert "changes" not in spread.group.layouts[0].ledger()
+        for _ in range(2):
+            weights.publish(spread)
+            weights.expect(spread, 0, 0)
+            assert crossed(spread) == 2 * WHOLE_BYTES
+
+
+def test_packing_without_numba_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "numba", lambda: None)
+    with HeapGroup(LAYOUT, 4, hosts=HOSTS) as group:
+        group.layouts[0].settings = Settings(timeout_s=60.0, changes="on")
+        with pytest.raises(
+            UnsupportedError, match=r"packs by numba, which is not installed: pip install -e '.\[fast\]'"
+        ):
+            PublishedChanges(group.members[0].protocol, lambda nbytes: 0.0)
+    with pytest.raises(ValueError, match="changes must be one of auto, off, on, not 'some'"):
+        Settings(changes="some")  # type: ignore[arg-type]

@@ -1,0 +1,94 @@
+"""Tables of numbers for launches, through memory that is made beforehand.
+
+A launch takes addresses in tables on its device, which change from launch to launch. odc's threads must allocate
+nothing, as that may wait for every kernel that runs on the device. So each stream in which they launch has a ring:
+pinned memory, and as much on the device, for so many tables.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+_KEPT = 1024  # tables that are allocated one by one; each takes 512 bytes of a device or a few more
+SLOTS, NUMBERS = 256, 512  # of a ring: how many tables, and the numbers of the longest; a MiB here and a MiB there
+
+
+class TableRing:
+    """Tables of one stream, which must be the current one in every call. Any thread may call any method.
+
+    The least recently asked for table makes room. What the stream was asked for before has read it, in its order.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self._here = torch.zeros(SLOTS, NUMBERS, dtype=torch.int64, pin_memory=pinned)
+        self._there = torch.zeros(SLOTS, NUMBERS, dtype=torch.int64, device=device)
+        self._numbers = self._here.numpy()
+        self._copied = [torch.cuda.Event() for _ in range(SLOTS)] if pinned else []
+        self._slots: OrderedDict[tuple[int, ...], int] = OrderedDict()  # the next to make room first
+        self._changing = threading.Lock()
+
+    def table(self, numbers: tuple[int, ...]) -> torch.Tensor:
+        """int64 [numbers] on the device, for what the stream is asked for until `SLOTS` others have been asked for."""
+        with self._changing:
+            slot = self._slots.get(numbers)
+            if slot is None:
+                slot = len(self._slots) if len(self._slots) < SLOTS else self._slots.popitem(last=False)[1]
+                self._fill(slot, numbers)
+                self._slots[numbers] = slot
+            self._slots.move_to_end(numbers)
+            return self._there[slot, : len(numbers)]
+
+    def _fill(self, slot: int, numbers: tuple[int, ...]) -> None:
+        copied = self._copied[slot] if self._copied else None
+        if copied is not None:
+            copied.synchronize()  # over, unless the stream is `SLOTS` tables behind
+        self._numbers[slot, : len(numbers)] = numbers
+        self._there[slot, : len(numbers)].copy_(self._here[slot, : len(numbers)], non_blocking=True)
+        if copied is not None:
+            copied.record(torch.cuda.current_stream(self._there.device))
+
+
+_rings: dict[tuple[torch.device, int], TableRing] = {}
+
+
+def reserve_tables(device: torch.device) -> None:
+    """Make the ring of the current stream, if it has none. It stays: streams are torch's, which reuses them."""
+    key = device, _stream(device)
+    if key not in _rings:
+        _rings[key] = TableRing(device)
+
+
+def passing_table(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64, 1-D, read-only, for the next launches of the current stream; to keep one, take a `pointer_table`.
+
+    Allocates nothing where the stream has a ring and the numbers are no more than `NUMBERS`. Does not wait.
+    """
+    ring = _rings.get((device, _stream(device))) if _rings and len(numbers) <= NUMBERS else None
+    return pointer_table(numbers, device) if ring is None else ring.table(tuple(numbers))
+
+
+def pointer_table(addresses: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64, 1-D, read-only. Does not wait for the device: the copy is one more operation of the current stream.
+
+    The latest tables are cached by stream: a unit is often fetched to where it was fetched before.
+    """
+    return _kept(tuple(addresses), device, _stream(device))
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+@lru_cache(maxsize=_KEPT)
+def _kept(numbers: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+    """Used by one stream only: its work follows the copy, and freed memory is reused by that stream first."""
+    on_cuda = device.type == "cuda"
+    # From pageable memory torch would wait for the copy, and so for all earlier work of the stream.
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_cuda and len(numbers) > 0)
+    return host.to(device, non_blocking=True) if on_cuda else host
