@@ -1,28 +1,24 @@
 #!/bin/sh
 # One GPU, four steps of at most nine minutes, each complete in itself: what odc does on it, and how fast.
 #
-#   bench/gpu_session.sh 1     correctness: doctor, heap, engines, kernels between ranks, the drop-in
-#   bench/gpu_session.sh 2     compiled kernels against torch; compute-sanitizer, where it is installed
+#   bench/gpu_session.sh 1     correctness: doctor, and all tests that need a device, in groups that run at once
+#   bench/gpu_session.sh 2     compute-sanitizer over the compiled kernels, where it is installed
 #   bench/gpu_session.sh 3     rates of every kernel, a GEMM beside a gather (bench/one_gpu.py)
 #   bench/gpu_session.sh 4     a 0.5B model trained by odc at 2 ranks and by FSDP2; odc bench
 #   bench/gpu_session.sh all   one after the other
 #
 # It runs out of a checkout with the torch, triton and pytest that PYTHON (python3) has; nothing is installed or
-# downloaded. One log a step and the figures, eight files a step at most, go to RESULTS (runs/gpu); figures are written
-# one by one, so a step that is cut off keeps what it measured. Every part has a time limit, and a part that
-# fails stops no other. REHEARSE=1 runs all of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
+# downloaded. A log of each part and the figures go to RESULTS (runs/gpu); figures are written one by one, so a step that
+# is cut off keeps what it measured. Every part has a time limit, and a part that fails stops no other. REHEARSE=1 runs all of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
 cd "$(dirname "$0")/.." || exit 1
 step=${1:?which step: 1, 2, 3, 4 or all}
 results=${RESULTS:-runs/gpu}
 python=${PYTHON:-python3}
 mkdir -p "$results"
-log=$results/step$step.log
-: >"$log"
 PYTHONPATH=$(pwd)${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 # A cache of compiled kernels in the checkout serves the next step.
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$(pwd)/runs/triton}"
-failed=""
 if [ -n "$REHEARSE" ]; then
     export CUDA_VISIBLE_DEVICES=
     on=cpu ranks=1,2 sizes=64K rest=publish,host one="--rehearse" train="--rehearse --steps 3"
@@ -30,41 +26,46 @@ else
     on=cuda ranks=1,2 sizes=1M,16M,64M rest=publish,add,host one="" train="--gloo --steps 4"
 fi
 
-# part SECONDS NAME COMMAND...: run a command for so long at most; its output goes to the log, the end of it to a page.
+# part SECONDS NAME COMMAND...: run a command for so long at most; its output goes to a log, the end of it to a page.
 part() {
-    limit=$1 name=$2
+    limit=$1 name=$2 log=$results/$2.log
     shift 2
-    echo "== $name, at most $limit s: $*"
     begun=$(date +%s)
-    echo "== $name: $*" >>"$log"
+    echo "== $name, at most $limit s: $*" >"$log"
     timeout -k 5 "$limit" "$@" >>"$log" 2>&1
     code=$?
-    tail -n 15 "$log"
-    ended="$name: exit code $code after $(($(date +%s) - begun)) s"
-    echo "$ended" | tee -a "$results/summary.txt"
-    [ $code -eq 0 ] || failed="$failed $name"
+    { echo "== $name: $*"; tail -n 15 "$log"; } | cut -c 1-300
+    echo "$name: exit code $code after $(($(date +%s) - begun)) s" | tee -a "$results/summary.txt"
 }
 
-# A test that hangs leaves half of the time to those after it; the log names each test as it ends.
+# Tests of a group run one after the other; one that hangs leaves half of the time to those after it.
 tests() {
     limit=$1 name=$2
     shift 2
-    part "$limit" "$name" "$python" -m pytest -v -m gpu -p no:cacheprovider --maxfail 5 --timeout $((limit / 2)) "$@"
+    part "$limit" "$name" "$python" -m pytest -v -m gpu -p no:cacheprovider --durations 10 --timeout $((limit / 2)) "$@"
 }
 
+begun_with=$(cat "$results/summary.txt" 2>/dev/null | wc -l)
 case $step in
 1)
     if [ -n "$REHEARSE" ]; then
-        part 90 doctor "$python" -m odc.cli doctor
+        part 90 doctor "$python" -m odc.cli doctor &
     else
-        part 90 doctor "$python" -m odc.cli doctor --need cuda
+        part 90 doctor "$python" -m odc.cli doctor --need cuda &
     fi
-    tests 80 heap tests/gpu/test_heap.py tests/gpu/test_engines.py
-    tests 130 kernels_between_ranks tests/gpu/test_kernels.py
-    tests 230 dropin tests/gpu/test_dropin.py
+    cd tests/gpu || exit 1
+    results=$(cd ../.. && cd "$results" && pwd)
+    tests 250 kernels ../kernels/test_gpu.py ../kernels/test_fences.py test_kernels.py &
+    tests 250 memory test_heap.py test_driver_memory.py test_engines.py test_atomics.py test_allocations.py \
+        test_threads.py test_capture.py &
+    tests 250 dropin test_dropin.py test_meshes.py test_optimizer_stream.py &
+    tests 250 jobs test_recovery.py test_train.py &
+    tests 250 hosts test_hosts.py &
+    tests 250 lanes test_lanes.py test_device_spans.py &
+    tests 250 nvshmem test_nvshmem.py test_nvshmem_kernels.py &
+    wait
     ;;
 2)
-    tests 240 kernels tests/kernels/test_gpu.py
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
     if [ -n "$sanitizer" ] && [ -z "$REHEARSE" ]; then
         for tool in memcheck racecheck; do
@@ -92,7 +93,7 @@ case $step in
     ;;
 all)
     for each in 1 2 3 4; do
-        bench/gpu_session.sh $each || failed="$failed step_$each"
+        bench/gpu_session.sh $each
     done
     ;;
 *)
@@ -100,4 +101,5 @@ all)
     exit 2
     ;;
 esac
-[ -z "$failed" ] || { echo "failed:$failed"; exit 1; }
+failed=$(tail -n "+$((begun_with + 1))" "$results/summary.txt" | grep -v "exit code 0" | cut -d : -f 1)
+[ -z "$failed" ] || { echo "failed:" $failed; exit 1; }
