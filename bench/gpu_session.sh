@@ -3,13 +3,14 @@
 #
 #   bench/gpu_session.sh 1     correctness: doctor, and all tests that need a device, in groups that run at once
 #   bench/gpu_session.sh 2     compute-sanitizer over the compiled kernels, where it is installed
-#   bench/gpu_session.sh 3     rates of every kernel, a GEMM beside a gather (bench/one_gpu.py)
-#   bench/gpu_session.sh 4     a 0.5B model trained by odc at 2 ranks and by FSDP2; odc bench
+#   bench/gpu_session.sh 3     rates of every kernel, one in CUDA C++ beside it; a GEMM beside a gather (bench/one_gpu.py)
+#   bench/gpu_session.sh 4     a 0.5B model trained by odc and by FSDP2; pushes beside a busy peer; odc bench
 #   bench/gpu_session.sh all   one after the other
 #
 # It runs out of a checkout with the torch, triton and pytest that PYTHON (python3) has; nothing is installed or
 # downloaded. A log of each part and the figures go to RESULTS (runs/gpu); figures are written one by one, so a step that
-# is cut off keeps what it measured. Every part has a time limit, and a part that fails stops no other. REHEARSE=1 runs all of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
+# is cut off keeps what it measured. Every part has a time limit, and a part that fails stops no other.
+# REHEARSE=1 runs all of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
 cd "$(dirname "$0")/.." || exit 1
 step=${1:?which step: 1, 2, 3, 4 or all}
 results=${RESULTS:-runs/gpu}
@@ -21,9 +22,9 @@ export PYTHONPATH OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$(pwd)/runs/triton}"
 if [ -n "$REHEARSE" ]; then
     export CUDA_VISIBLE_DEVICES=
-    on=cpu ranks=1,2 sizes=64K rest=publish,host one="--rehearse" train="--rehearse --steps 3"
+    on=cpu ranks=1,2 sizes=64K rest=publish cupy= one="--rehearse" train="--rehearse --steps 3"
 else
-    on=cuda ranks=1,2 sizes=1M,16M,64M rest=publish,add,host one="" train="--gloo --steps 4"
+    on=cuda ranks=1,2 sizes=1M,16M,64M rest=publish,add cupy=cupy one="" train="--gloo --steps 4"
 fi
 
 # part SECONDS NAME COMMAND...: run a command for so long at most; its output goes to a log, the end of it to a page.
@@ -56,14 +57,16 @@ case $step in
     cd tests/gpu || exit 1
     results=$(cd ../.. && cd "$results" && pwd)
     tests 250 kernels ../kernels/test_gpu.py ../kernels/test_fences.py test_kernels.py &
-    tests 250 memory test_heap.py test_driver_memory.py test_engines.py test_atomics.py test_allocations.py \
+    tests 250 memory test_heap.py test_engines.py test_atomics.py test_allocations.py \
         test_threads.py test_capture.py &
     tests 250 dropin test_dropin.py test_meshes.py test_optimizer_stream.py &
     tests 250 jobs test_recovery.py test_train.py &
-    tests 250 hosts test_hosts.py &
+    tests 250 hosts test_hosts.py -k "changes or nodes" &
+    tests 250 more_hosts test_hosts.py -k "not changes and not nodes" &
     tests 250 lanes test_lanes.py test_device_spans.py &
     tests 250 nvshmem test_nvshmem.py test_nvshmem_kernels.py &
     wait
+    tests 60 driver test_driver_memory.py # alone: it counts the memory that is free
     ;;
 2)
     sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null)
@@ -78,16 +81,17 @@ case $step in
     ;;
 3)
     [ -z "$REHEARSE" ] || export TRITON_INTERPRET=1
-    for each in beside kernels; do
+    for each in beside kernels $cupy; do
         # shellcheck disable=SC2086
-        part 260 "one_gpu_$each" "$python" -m bench.one_gpu --only $each --results "$results" $one
+        part 160 "one_gpu_$each" "$python" -m bench.one_gpu --only $each --results "$results" $one
     done
     ;;
 4)
     # shellcheck disable=SC2086
-    part 300 train "$python" -m bench.gpu_train --ranks 2 --results "$results" $train
-    for each in push,gather $rest; do
-        part 115 "bench_$each" "$python" -m odc.cli bench --quick --device $on --ranks $ranks --sizes $sizes \
+    part 200 train "$python" -m bench.gpu_train --ranks 1 2 --results "$results" $train
+    [ -n "$REHEARSE" ] || part 100 decoupled "$python" -m bench.gpu_decoupled --rounds 3 --results "$results"
+    for each in host push,gather $rest; do
+        part 80 "bench_$each" "$python" -m odc.cli bench --quick --device $on --ranks $ranks --sizes $sizes \
             --only "$each" --json "$results/bench_${each%%,*}.json"
     done
     ;;

@@ -40,28 +40,36 @@ def on_a_thread(work: Any) -> list[object]:
     return found
 
 
+def query(lanes: CudaLanes, device: torch.device, event: object, *, as_odc: bool) -> bool:
+    """What a thread of odc's does, or one that does not say that it leaves captures alone."""
+    torch.cuda.set_device(device)
+    if as_odc:
+        lanes.lane("server")
+        torch.empty(100 << 20, dtype=torch.uint8, device=device)  # more than is cached
+    return lanes.reached(event)
+
+
 @on_ranks(1)
 def test_a_threads_queries_leave_a_capture_of_the_training_thread_alone(rank: int, world: int) -> None:
-    """In CUDA's default mode for captures, which any thread's unsafe call would end. The capture is pretended."""
-    if not CUDA:
-        pytest.skip("no emulated CUDA device: a capture is pretended there")
-    device, cuda = own_device(rank), ctypes.CDLL(CUDA)
+    """In CUDA's default mode for captures, which any thread's unsafe call would end. An emulated one is pretended."""
+    device = own_device(rank)
     lanes = CudaLanes(device)
-    event = lanes.mark()
-
-    def query(within: bool) -> bool:
-        torch.cuda.set_device(device)
-        if within:
-            lanes.lane("server")
-            torch.empty(100 << 20, dtype=torch.uint8, device=device)  # more than is cached
-        return lanes.reached(event)
-
+    event, value = lanes.mark(), torch.zeros(8, device=device)
     torch.cuda.synchronize()
-    cuda.emulated_capture(1)
-    assert on_a_thread(lambda: query(True)) == [True]
-    assert not cuda.emulated_capture(1), "odc's threads have ended the capture"
-    (refused,) = on_a_thread(lambda: query(False))
-    assert isinstance(refused, RuntimeError) and cuda.emulated_capture(0), "any other thread's query does"
+    if CUDA:
+        cuda = ctypes.CDLL(CUDA)
+        cuda.emulated_capture(1)
+        assert on_a_thread(lambda: query(lanes, device, event, as_odc=True)) == [True]
+        assert not cuda.emulated_capture(1), "odc's threads have ended the capture"
+        (refused,) = on_a_thread(lambda: query(lanes, device, event, as_odc=False))
+        assert isinstance(refused, RuntimeError) and cuda.emulated_capture(0), "any other thread's query does"
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value += 1
+        found = on_a_thread(lambda: query(lanes, device, event, as_odc=True))
+    graph.replay()
+    assert found == [True] and value.tolist() == [1.0] * 8
 
 
 def settled(rank: int, world: int, cores: float) -> tuple[int, int]:

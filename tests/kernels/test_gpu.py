@@ -222,7 +222,7 @@ def test_moves_never_wait_for_the_device_and_take_few_launches(cuda: torch.devic
     here = [sums[0][first : first + n] for first, n in zip(firsts, numels, strict=True)]
     memory = [torch.ones(4 * sum(numels), dtype=torch.uint8, device=cuda) for _ in range(shards)]
     outs = [torch.zeros(shards * n, device=cuda) for n in numels]
-    found = torch.zeros(1, dtype=torch.int32, device=cuda)
+    found = torch.zeros(len(places), dtype=torch.int32, device=cuda)
     large = 2 if 4 * numels[0] >= 1 << 20 else 0
     calls = {
         "publish": (lambda: mover.publish(places, parts), 1, 0),

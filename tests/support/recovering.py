@@ -176,13 +176,14 @@ def train(
         for step in recovery.steps(steps):
             fate.step = step
             with recovery.attempt():
+                if work.device == "cuda":
+                    _kept()  # steps are short there, and a death in a recovery is due in the step after the kept one
                 fate.at("begin")
                 _step(model, optimizer, rank, step, fate, work)
                 schedule.step()
                 counter.seen += _microbatches(rank, step)
             if work.idle:
-                for wait in before_done:  # at the end a job does not wait until buddies have the last state
-                    wait()
+                _kept()  # at the end a job does not wait until buddies have the last state
             if work.tidy:
                 gc.collect()
             held.append((len(os.listdir("/proc/self/fd")), threading.active_count(), _heaps()))
@@ -196,6 +197,12 @@ def train(
             "cut short": len(_torch_groups._cut_short),
             "spans": recorder().spans(),
         }
+
+
+def _kept() -> None:
+    """Return when buddies have the state of the last step."""
+    for wait in before_done:
+        wait()
 
 
 def _microbatches(rank: int, step: int) -> int:
