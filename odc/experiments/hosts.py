@@ -44,8 +44,8 @@ class HostTeam:
         self._run_store: Any = None  # host 0: the store of the present run
 
     @classmethod
-    def of_torchrun(cls, timeout_s: float = 600.0) -> HostTeam:
-        """In a process that torchrun has started. Raises ConfigError where hosts have unequally many ranks."""
+    def of_launcher(cls, timeout_s: float = 600.0) -> HostTeam:
+        """In a process with torchrun's variables. Raises ConfigError where hosts have unequally many ranks."""
         import torch.distributed as dist
 
         stores: Any = dist

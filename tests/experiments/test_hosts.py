@@ -124,7 +124,7 @@ def test_hosts_with_unequally_many_ranks_are_refused(monkeypatch: pytest.MonkeyP
     for name, value in (environment | {"MASTER_PORT": "1", "MASTER_ADDR": "a"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{world} ranks on 2 hosts, {here} of them here: every host must start"):
-        HostTeam.of_torchrun()
+        HostTeam.of_launcher()
 
 
 AHEAD_NS = (0, 0, 5 * 10**12, 5 * 10**12)  # of each rank's clock
