@@ -19,6 +19,7 @@ TORCHRUN = "torchrun"
 _PORT = 29500  # where the launcher gives each job a network of its own
 _FIRST_PORT, _PORTS = 20000, 10000  # below those that Linux hands out by itself
 _LOOPBACK = "127.0.0.1"
+_NODES = r"(?:[^,\[\]\s]|\[[\d,-]+\])+"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Launched:
 
     Each of them is a rank, unless the launcher starts one a host: then `ranks_each` are to run on every host, 0 where
     the launcher does not give their number. `address` and `port` are those of the job's store; `missing` says, one
-    text each, what keeps the processes from meeting, and what to do. With anything missing other fields may be wrong,
+    text each, why the processes cannot find each other, and what to do. With anything missing other fields may be wrong,
     but a world of 1 is a process that runs alone.
     """
 
@@ -101,12 +102,12 @@ def expand_hosts(nodes: str) -> list[str]:
     Raises ValueError for a list that is none.
     """
     found = []
-    for one in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes):
-        parts = re.split(r"\[([^\[\]]*)\]", one.strip())  # text, range, text, range, ..., text
+    if not re.fullmatch(f"{_NODES}(?:,{_NODES})*", nodes):
+        raise ValueError(f"{nodes!r} is no list of nodes")
+    for one in re.findall(_NODES, nodes):
+        parts = re.split(r"\[([^\[\]]*)\]", one)  # text, range, text, range, ..., text
         each = [_expand_range(part) if at % 2 else [part] for at, part in enumerate(parts)]
         found += ["".join(words) for words in itertools.product(*each)]
-    if not found or any(not name or re.search(r"[\[\]\s]", name) for name in found):
-        raise ValueError(f"{nodes!r} is no list of nodes")
     return found
 
 
@@ -194,7 +195,7 @@ def _torchrun(given: _Variables) -> Launched | None:
 def _mpi(given: _Variables, launcher: str, names: tuple[str, str, str, str], job: str | None) -> Launched:
     """`names` are those of rank, world, local rank and local world."""
     rank, world, local_rank, local_world = (given.number(name) for name in names)
-    if local_world and (world % local_world or rank % local_world != local_rank):
+    if not given.missing and local_world and (world % local_world or rank % local_world != local_rank):
         given.missing.append("ranks of a host are not in sequence, or hosts differ in their number: map by slot")
     hosts = max(1, world // max(1, local_world))
     return given.launched(
@@ -233,7 +234,7 @@ def _srun(given: _Variables) -> Launched | None:
     hosts = given.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", otherwise=1)
     local_rank, host = given.number("SLURM_LOCALID"), given.number("SLURM_NODEID", otherwise=0)
     tasks = _tasks_of_hosts(given, world, hosts)
-    if host < len(tasks) and sum(tasks[:host]) + local_rank != rank:
+    if not given.missing and host < len(tasks) and sum(tasks[:host]) + local_rank != rank:
         given.missing.append("tasks of a host are not in sequence: srun --distribution=block")
     names = ("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_ID", "SLURM_STEPID")
     job, step = (given.text(*each) for each in names)

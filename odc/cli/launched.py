@@ -86,7 +86,7 @@ def carry_out_job(workload: Any, each: int) -> Any | None:
         raise ConfigError(f"recover: {each} ranks of a process that the launcher starts are not started again")
     from odc.experiments.hosts import HostTeam
 
-    with HostTeam.of_launcher() as team:
+    with HostTeam.of_launcher(task="the job") as team:
         workload.prepare()
         results = job.launch_ranks(workload, team)
         return results[0] if team.leads else None

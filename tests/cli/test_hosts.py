@@ -11,7 +11,7 @@ from support.command import odc
 from support.hosts import Hosts, need_hosts
 from support.tiny_job import tiny_job
 
-from odc.cli.torchrun import given_by_torchrun
+from odc.cli.launched import given_by_launcher
 from odc.trace import load_spans, rank_file
 
 
@@ -32,8 +32,8 @@ def test_one_process_on_each_host_compares(torchrun: None, capsys: pytest.Captur
 
 
 def test_torchrun_says_how_many_ranks_there_are_and_hosts_are_nodes(torchrun: None) -> None:
-    assert given_by_torchrun({}) == {"ranks": 6, "per_node": 2}
-    assert given_by_torchrun({"per_node": 3}) == {"ranks": 6}
+    assert given_by_launcher({}) == {"ranks": 6, "per_node": 2}
+    assert given_by_launcher({"per_node": 3}) == {"ranks": 6}
 
 
 def test_other_comparisons_run_on_one_host(torchrun: None, capsys: pytest.CaptureFixture[str]) -> None:
