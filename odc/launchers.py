@@ -28,8 +28,8 @@ class Launched:
 
     Each of them is a rank, unless the launcher starts one a host: then `ranks_each` are to run on every host, 0 where
     the launcher does not give their number. `address` and `port` are those of the job's store; `missing` says, one
-    text each, why the processes cannot find each other, and what to do. With anything missing other fields may be wrong,
-    but a world of 1 is a process that runs alone.
+    text each, why the processes cannot find each other, and what to do. With anything missing other fields may be
+    wrong, but a world of 1 is a process that runs alone.
     """
 
     launcher: str

@@ -13,7 +13,7 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def launcher(environment: Mapping[str, str] = os.environ, gpus: Path = _DRIVER) -> str:
-    """The launcher with this process's rank; Missing where ranks lack something to find each other, or each other's devices."""
+    """The launcher with this process's rank; Missing where ranks cannot find each other, or map each other's memory."""
     launched = launchers.find(environment)
     if launched is None:
         return "none: odc train starts its own ranks"
