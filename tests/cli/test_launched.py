@@ -101,6 +101,28 @@ def test_a_pod_a_host_starts_the_ranks_of_its_host(options: list[str], expected:
 
 
 @pytest.mark.thorough
+def test_a_comparison_in_pods_is_written_by_the_first(options: list[str], tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    each = [one | {"MASTER_PORT": str(port)} for one in pods(2, PET_NPROC_PER_NODE="1")]
+    command = ["compare", *options, "--arms", "fsdp2,odc", "--output", str(tmp_path / "out")]
+    first, second = together(command, each)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    figures = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert figures["arms"].keys() == {"fsdp2", "odc"} and not second[1]
+    one, other = (figures["arms"][arm]["loss"]["steps"] for arm in ("fsdp2", "odc"))
+    assert other == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.thorough
+def test_grpo_under_srun(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    each = [one | {"MASTER_PORT": str(port)} for one in tasks(2)]
+    first, second = together(["grpo", "--steps", "2", "--prompts", "4", "--response-tokens", "8"], each)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert "step 2: reward" in first[1] and "step 2: reward" not in second[1]
+
+
+@pytest.mark.thorough
 def test_hosts_that_start_ranks_survive_no_deaths(options: list[str]) -> None:
     ended = together(["train", *options, "--ranks", "4", "--recover", "1"], pods(2))
     assert all(code == 2 and "recover: 2 ranks of a process" in errors for code, _, errors in ended), ended

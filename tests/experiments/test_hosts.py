@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -101,6 +101,22 @@ def test_both_hosts_name_the_rank_that_is_to_blame(sites: list[LaunchSite]) -> N
         assert isinstance(error, JobFailedError)
         assert str(error).startswith("rank 3 failed: the process was killed by SIGKILL\n  then rank ")
         assert len(error.failures) == 4
+
+
+def test_a_clean_exit_waits_for_the_other_host() -> None:
+    """The store may live in the process of the first, which the other still needs."""
+    store, stores, order = host_store(), cast(Any, dist), list[str]()
+
+    def host(number: int) -> None:
+        with HostTeam(number, 2, 2, "127.0.0.1", stores.PrefixStore("t", cast(Any, store).clone()), 60.0):
+            if number == 1:
+                time.sleep(0.5)
+                order.append("host 1 is done")
+        order.append("a host has left")
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(host, range(2)))
+    assert order == ["host 1 is done", "a host has left", "a host has left"]
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
