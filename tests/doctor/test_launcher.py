@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from odc.doctor import State, all_checks, examine
 from odc.doctor.examination import Missing
-from odc.doctor.launcher import launcher
+from odc.doctor.launcher import hidden_devices, launcher
 
 TASK = {
     "SLURM_JOB_ID": "7",
@@ -25,9 +27,9 @@ TASK = {
 
 @pytest.fixture
 def gpus(tmp_path: Path) -> Path:
-    """A host with eight devices, as its driver lists them."""
-    for number in range(8):
-        (tmp_path / f"0000:{number:02d}:00.0").mkdir()
+    """Where a host has its eight devices, and other files of the driver."""
+    for name in (*(f"nvidia{number}" for number in range(8)), "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
     return tmp_path
 
 
@@ -41,25 +43,39 @@ def test_what_is_missing_is_the_line() -> None:
         launcher({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
 
 
-@pytest.mark.parametrize(("seen", "hidden"), [(0, False), (1, True), (2, False), (8, False)])
-def test_devices_that_cgroups_hide(seen: int, hidden: bool, gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight, two of which the two tasks of a host need."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-    if not hidden:
-        assert launcher(TASK, gpus).endswith("nothing missing")
-        return
-    with pytest.raises(Missing) as raised:
-        launcher(TASK, gpus)
-    assert str(raised.value) == (
-        "srun: 4 processes on 2 hosts, rank 1; a rank sees 1 of 8 devices, and cannot map its peers': "
-        "srun --gpus-per-node or --gpu-bind=none, without --gpus-per-task"
-    )
+@pytest.mark.parametrize(
+    ("opened", "allocated", "hidden"),
+    [
+        (8, "8", ""),
+        (1, "8", "a rank may open 1 of 8 GPUs, and cannot map its peers' memory: srun --gpus-per-node or"),
+        (4, "4", ""),  # the others belong to other jobs
+        (1, "1", ""),  # ranks share it
+        (1, "", "a rank may open 1 of 2 GPUs, and"),  # of two ranks
+        (2, "", ""),
+    ],
+)
+def test_devices_that_cgroups_hide(opened: int, allocated: str, hidden: str, gpus: Path) -> None:
+    found = hidden_devices(TASK | {"SLURM_GPUS_ON_NODE": allocated}, 2, gpus, lambda path: int(path.name[6:]) >= opened)
+    assert found.startswith(hidden) and bool(found) == bool(hidden)
 
 
-def test_one_rank_a_host_needs_no_other_device(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    alone = TASK | {"SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    assert launcher(alone | {"SLURM_NODEID": "1"}, gpus).endswith("nothing missing")
+def test_devices_are_opened(gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES hides none; a cgroup answers EPERM, and its line names the remedy."""
+    assert not hidden_devices(TASK | {"CUDA_VISIBLE_DEVICES": "1"}, 2, gpus)
+    real = os.open
+
+    def refuse(path: Any, *flags: Any, **more: Any) -> int:
+        if str(path).startswith(str(gpus)) and not str(path).endswith("nvidia1"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        return real(path, *flags, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert hidden_devices({}, 2, gpus).endswith("1 of 2 GPUs, and cannot map its peers' memory: let each rank open all")
+    monkeypatch.setattr(hidden_devices, "__defaults__", (gpus, None))
+    with pytest.raises(Missing, match=r"4 processes on 2 hosts, rank 1; a rank may open 1 of 2 GPUs, .*gpu-bind=none"):
+        launcher(TASK)
+    alone = {"SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    assert launcher(TASK | alone | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}).endswith("nothing missing"), "no local peer"
 
 
 def test_it_is_a_line_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
