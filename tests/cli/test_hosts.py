@@ -65,14 +65,22 @@ def test_train_over_two_hosts_reaches_the_loss_of_fsdp2(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_srun_over_two_hosts_needs_no_torchrun(tmp_path: Path) -> None:
-    """Four processes with what srun sets for each: they meet at the first name of the node list."""
+    """Four processes with what srun sets for each: they find each other by the first name of the node list, which is
+    that of a loopback address on its own host, as under Debian.
+    """
     need_hosts()
     job = tiny_job(tmp_path)
     command = ["-m", "odc.cli", "train", "--model", job.model, "--data", job.data, "--tokenizer", "bytes"]
     command += ["--max-tokens", "96", "--minibatch-size", "6", "--steps", "3", "--lr", "1e-2", "--cache", job.cache]
     losses = {}
     with Hosts(2) as hosts:
-        nodes = ",".join(host.address for host in hosts)
+        for host in hosts:
+            others = "".join(f"{one.address} {one.name}\n" for one in hosts if one is not host)
+            names = tmp_path / f"names{host.number}"
+            names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{others}")
+            assert host.start(["mount", "--bind", str(names), "/etc/hosts"], "-m").wait() == 0
+            host.call(f"route add default dev {host.device}")
+        nodes = "host[0-1]"
         step = {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
         step |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": nodes, "OMP_NUM_THREADS": "1"}
         for arm in ("odc", "fsdp2"):
