@@ -42,14 +42,16 @@ def checkpoint_engine(**options: Any) -> Any:
     import_verl("odc.integrations.verl.checkpoint_engine")
     from verl.checkpoint_engine import CheckpointEngineRegistry
 
-    return CheckpointEngineRegistry.new("odc", **{"bucket_size": SMALL, **options})
+    return CheckpointEngineRegistry.new("odc", **{"bucket_size": SMALL, "timeout_s": 60.0, **options})
 
 
 def start(rank: int, world: int, model: Path, strategy: str, changes: dict[str, Any]) -> None:
     """An actor, and beside it a reference model, as verl has them in one process."""
     join_as_verl(rank, world)
     held.engine = build(model, strategy, **changes)
-    held.reference = build(model, strategy, forward_only=True)
+    held.engine.module.register_buffer("temperature", torch.tensor([0.5]))  # which no rank shards
+    if strategy == "odc":  # that of fsdp2 pins memory
+        held.reference = build(model, strategy, forward_only=True)
     held.sync = checkpoint_engine(is_master=rank == 0)
 
 
@@ -80,7 +82,11 @@ def received(rollout: Any, told: list[Any]) -> dict[str, torch.Tensor]:
     rollout.init_process_group(**{name: each[1] for name, each in for_rollout.items()})
 
     async def read() -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() async for name, tensor in rollout.receive_weights(global_steps=1)}
+        found = {}
+        async for name, tensor in rollout.receive_weights(global_steps=1):
+            await asyncio.sleep(0.01)  # in which the next group is read
+            found[name] = tensor.clone()
+        return found
 
     try:
         return asyncio.run(read())
@@ -104,7 +110,8 @@ def test_a_rollout_reads_after_each_step_what_verl_gathers(actor: RankPool, mode
         gathered = outcomes[0][1]
         assert found.keys() == gathered.keys()
         for name, value in gathered.items():
-            assert found[name].dtype == dtype and torch.equal(found[name], value.to(dtype)), name
+            published = dtype if name != "temperature" else torch.float32
+            assert found[name].dtype == published and torch.equal(found[name], value.to(published)), name
         assert before.keys() != found.keys() or any(not torch.equal(before[name], found[name]) for name in found)
         before = found
         actor.run(step)
@@ -116,6 +123,16 @@ def test_weights_that_change_while_they_are_read_are_refused(actor: RankPool, mo
     actor.run(infer)
     with pytest.raises(StaleVersionError, match="version 2 while a rollout read version 1"):
         received(checkpoint_engine(), told)
+
+
+def test_a_rollout_follows_an_actor_that_is_started_anew(model: Path) -> None:
+    rollout = checkpoint_engine()
+    for _ in range(2):
+        actor = RankPool(2)
+        actor.run(start, model, "odc", {})
+        outcomes = actor.run(prepare)
+        assert received(rollout, [told for told, _ in outcomes]).keys() == outcomes[0][1].keys()
+        actor.close()
 
 
 def refused(rank: int, world: int, model: Path, strategy: str, of_model: Any) -> str:
