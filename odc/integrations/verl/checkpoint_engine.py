@@ -54,7 +54,7 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     Args:
         bucket_size: bytes that are read at once, but at least a whole parameter; a rollout process holds twice as many.
-        is_master: of the actor's rank that tells the rollout how to read.
+        is_master: of the actor's rank that answers for all.
         timeout_s: how long a rollout process waits for a rank that makes no progress.
     """
 
@@ -136,7 +136,7 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 def published(engine: Any) -> Published:
-    """What rollout processes are told of the engine's weights, as they were published last."""
+    """What rollout processes learn of the engine's weights, as they were published last."""
     module, state = engine.module, engine.module.state_dict()
     names = convert_weight_keys({key: key for key in state}, module)
     return Published(

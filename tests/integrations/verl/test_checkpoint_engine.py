@@ -56,11 +56,11 @@ def start(rank: int, world: int, model: Path, strategy: str, changes: dict[str, 
 
 
 def prepare(rank: int, world: int) -> Any:
-    """What this rank tells the rollout, and after that what verl would have sent."""
-    told = held.sync.prepare()
+    """What this rank hands to the rollout, and after that what verl would have sent."""
+    learned = held.sync.prepare()
     weights, _ = held.engine.get_per_tensor_param()
     assert asyncio.run(held.sync.send_weights(weights)) == {}
-    return told, {name: value.clone() for name, value in weights}
+    return learned, {name: value.clone() for name, value in weights}
 
 
 def step(rank: int, world: int) -> None:
@@ -75,9 +75,9 @@ def infer(rank: int, world: int) -> None:
     held.engine.module.publish()
 
 
-def received(rollout: Any, told: list[Any]) -> dict[str, torch.Tensor]:
+def received(rollout: Any, learned: list[Any]) -> dict[str, torch.Tensor]:
     """What a rollout process of two is given by verl, tensor by tensor."""
-    for_actor, for_rollout = type(rollout).build_topology(2, 2, [*told, rollout.prepare(), None])
+    for_actor, for_rollout = type(rollout).build_topology(2, 2, [*learned, rollout.prepare(), None])
     assert for_actor == {} and [len(each) for each in for_rollout.values()] == [2]
     rollout.init_process_group(**{name: each[1] for name, each in for_rollout.items()})
 
@@ -106,7 +106,7 @@ def test_a_rollout_reads_after_each_step_what_verl_gathers(actor: RankPool, mode
     for _ in range(3):
         outcomes = actor.run(prepare)
         assert outcomes[1][0] is None, "one rank is enough"
-        found = received(rollout, [told for told, _ in outcomes])
+        found = received(rollout, [learned for learned, _ in outcomes])
         gathered = outcomes[0][1]
         assert found.keys() == gathered.keys()
         for name, value in gathered.items():
@@ -119,10 +119,10 @@ def test_a_rollout_reads_after_each_step_what_verl_gathers(actor: RankPool, mode
 
 def test_weights_that_change_while_they_are_read_are_refused(actor: RankPool, model: Path) -> None:
     actor.run(start, model, "odc", {})
-    told = [told for told, _ in actor.run(prepare)]
+    learned = [learned for learned, _ in actor.run(prepare)]
     actor.run(infer)
     with pytest.raises(StaleVersionError, match="version 2 while a rollout read version 1"):
-        received(checkpoint_engine(), told)
+        received(checkpoint_engine(), learned)
 
 
 def test_a_rollout_follows_an_actor_that_is_started_anew(model: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_rollout_follows_an_actor_that_is_started_anew(model: Path) -> None:
         actor = RankPool(2)
         actor.run(start, model, "odc", {})
         outcomes = actor.run(prepare)
-        assert received(rollout, [told for told, _ in outcomes]).keys() == outcomes[0][1].keys()
+        assert received(rollout, [learned for learned, _ in outcomes]).keys() == outcomes[0][1].keys()
         actor.close()
 
 
