@@ -1,0 +1,85 @@
+"""Makes whole RL runs of verl comparable on CPU ranks: its own engine beside odc's, and the same batches in both.
+
+verl loads this module into each of its processes (`VERL_USE_EXTERNAL_MODULES=support.verl_reference`), and the two
+classes by its own settings. Without them two runs differ by luck: vLLM draws from one generator in the order in which
+requests arrive, and rows lie in the order in which answers were finished, which decides what is in each minibatch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import transfer_queue
+
+# isort: off
+import odc.integrations.verl.plugin  # noqa: F401  first: verl's engines ask for a platform
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from odc.integrations.verl.engine import OdcEngine
+# isort: on
+
+EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)
+EngineRegistry.register("value_model", ["fsdp2"], device="cpu")(FSDPEngineWithValueHead)
+if not torch.cuda.is_available():  # verl's own reference model lies in pinned memory, which needs a driver
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+
+
+def note(name: str, what: Any) -> None:
+    """Append a line of JSON to a file of the folder that the test reads."""
+    with (Path(os.environ["ODC_TEST_NOTES"]) / name).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def note_microbatches(engine: Any) -> None:
+    """Note, by rank, how many microbatches a minibatch of training is."""
+    whole = engine.forward_backward_batch
+
+    def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        self.forwards = 0
+        found = whole(self, data, loss_function, forward_only)
+        if not forward_only:
+            note(f"microbatches.{torch.distributed.get_rank()}", self.forwards)
+        return found
+
+    engine.forward_backward_batch = forward_backward_batch
+
+
+def forward_step(self: Any, *args: Any, **options: Any) -> Any:
+    self.forwards += 1
+    return one_forward(self, *args, **options)
+
+
+one_forward, FSDPEngineWithLMHead.forward_step = FSDPEngineWithLMHead.forward_step, forward_step
+for engine in (FSDPEngine, OdcEngine):
+    note_microbatches(engine)
+
+
+class SeededAgentLoop(SingleTurnAgentLoop):
+    """verl's single turn, with a seed of its own for each answer.
+
+    verl's `rollout.full_determinism` gives one seed to all answers of a group: they are equal, and advantages 0.
+    """
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        name = "/".join(str(kwargs[key]) for key in ("global_steps", "index", "session_id"))
+        return await super().run({**sampling_params, "seed": zlib.crc32(name.encode())}, **kwargs)
+
+
+class OrderedReplayBuffer(ReplayBuffer):
+    """verl's buffer, with the answers of a step in the order of prompts; notes the order in which they came."""
+
+    def _materialize_batch(self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: Any) -> Any:
+        keys = [key for key in partition_snapshot if key.split("_")[0] in set(selected_prompt_uids)]
+        found = transfer_queue.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["index"])
+        rows = [int(index) for index in found["index"].tolist()]
+        place = {key: (row, int(key.split("_")[1])) for key, row in zip(keys, rows, strict=True)}
+        note("arrived", [place[key] for key in keys])
+        ordered = {key: partition_snapshot[key] for key in sorted(keys, key=place.__getitem__)}
+        return super()._materialize_batch(partition_id, selected_prompt_uids, ordered)
