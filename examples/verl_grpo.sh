@@ -6,6 +6,7 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
 export VERL_PLATFORM=cpu OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$PWD/metrics.jsonl}
+unset CUDA_VISIBLE_DEVICES # Ray would hold the made-up devices below against it
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
 # Two cores start about twenty processes: longer than Ray and vLLM wait by default.
 export RAY_raylet_start_wait_time_s=300 RAY_worker_register_timeout_seconds=900 VLLM_ENGINE_READY_TIMEOUT_S=1800

@@ -78,7 +78,7 @@ class OrderedReplayBuffer(ReplayBuffer):
     def _materialize_batch(self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: Any) -> Any:
         keys = [key for key in partition_snapshot if key.split("_")[0] in set(selected_prompt_uids)]
         found = transfer_queue.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["index"])
-        rows = [int(index) for index in found["index"].tolist()]
+        rows = [int(index) for index in found["index"]]
         place = {key: (row, int(key.split("_")[1])) for key, row in zip(keys, rows, strict=True)}
         note("arrived", [place[key] for key in keys])
         ordered = {key: partition_snapshot[key] for key in sorted(keys, key=place.__getitem__)}
