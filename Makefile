@@ -60,7 +60,8 @@ test: $(READY)  ## run the tests: every behaviour once
 test-all: $(READY)  ## run all tests: every combination, kernels for three GPU generations, more examples of properties
 	$(ON_CPU) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
-# The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too.
+# The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too. A whole RL
+# run takes minutes: ARGS="--extent all" has more of them.
 test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of NIXL with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_transformers_loss.py \
@@ -82,7 +83,8 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    --ignore tests/integrations/test_examples.py --ignore tests/integrations/test_train.py \
 	    --ignore tests/integrations/test_trainer_recovery.py \
 	    --installed accelerate,ray,transformers,verl $(ARGS)
-	$(ON_CPU) .venv-vllm/bin/python -m pytest tests/integrations/verl/test_grpo.py --installed ray,verl,vllm $(ARGS)
+	$(ON_CPU) .venv-vllm/bin/python -m pytest tests/integrations/verl/test_grpo.py --extent quick \
+	    --installed ray,verl,vllm $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-export VERL_PLATFORM=cpu OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
+export VERL_PLATFORM=cpu GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind
 export VERL_FILE_LOGGER_PATH=${VERL_FILE_LOGGER_PATH:-$PWD/metrics.jsonl}
 unset CUDA_VISIBLE_DEVICES # Ray would hold the made-up devices below against it
 export HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
@@ -20,7 +20,7 @@ model=(
 )
 data=(
     data.train_files="$PWD/prompts.parquet" data.val_files="$PWD/prompts.parquet"
-    data.train_batch_size=8 data.max_prompt_length=48 data.max_response_length=32 data.dataloader_num_workers=0
+    data.train_batch_size=8 data.max_prompt_length=48 data.max_response_length=64 data.dataloader_num_workers=0
     reward.custom_reward_function.path="$here/verl_grpo.py" reward.num_workers=1
 )
 training=(
@@ -34,13 +34,14 @@ rollouts=(
     $rollout.name=vllm $rollout.n=4 $rollout.tensor_model_parallel_size=1 $rollout.dtype=float32
     $rollout.enforce_eager=true
     $rollout.free_cache_engine=false +$rollout.enable_sleep_mode=false # vLLM on a CPU cannot sleep
-    $rollout.max_model_len=80 $rollout.max_num_seqs=32 $rollout.max_num_batched_tokens=2048
+    $rollout.max_model_len=112 $rollout.max_num_seqs=32 $rollout.max_num_batched_tokens=2048
     +$rollout.engine_kwargs.vllm.kv_cache_memory_bytes=67108864
     $rollout.checkpoint_engine.update_weights_bucket_megabytes=4 $rollout.agent.num_workers=1
 )
 cluster=(
     trainer.device=cpu trainer.nnodes=1 trainer.n_gpus_per_node=2
     +ray_kwargs.ray_init.num_gpus=2 # what verl asks Ray for: one for each rank, no device stands behind it
+    +ray_kwargs.ray_init._node_ip_address=127.0.0.1 # all processes are here
     ray_kwargs.ray_init.num_cpus=16 +ray_kwargs.ray_init.include_dashboard=false
     +ray_kwargs.ray_init.object_store_memory=134217728
     transfer_queue.backend.SimpleStorage.num_data_storage_units=1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import zlib
 from pathlib import Path
 from typing import Any
@@ -37,39 +38,40 @@ def note(name: str, what: Any) -> None:
         file.write(json.dumps(what) + "\n")
 
 
-def note_microbatches(engine: Any) -> None:
-    """Note, by rank, how many microbatches a minibatch of training is."""
+def note_minibatches(engine: Any) -> None:
+    """Note, by rank, how many rows of each microbatch a minibatch of training has."""
     whole = engine.forward_backward_batch
 
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        self.forwards = 0
+        self.rows = []
         found = whole(self, data, loss_function, forward_only)
         if not forward_only:
-            note(f"microbatches.{torch.distributed.get_rank()}", self.forwards)
+            note(f"rows.{torch.distributed.get_rank()}", self.rows)
         return found
 
     engine.forward_backward_batch = forward_backward_batch
 
 
-def forward_step(self: Any, *args: Any, **options: Any) -> Any:
-    self.forwards += 1
-    return one_forward(self, *args, **options)
+def forward_step(self: Any, micro_batch: Any, *args: Any, **options: Any) -> Any:
+    self.rows.append(len(micro_batch))
+    return one_forward(self, micro_batch, *args, **options)
 
 
 one_forward, FSDPEngineWithLMHead.forward_step = FSDPEngineWithLMHead.forward_step, forward_step
 for engine in (FSDPEngine, OdcEngine):
-    note_microbatches(engine)
+    note_minibatches(engine)
 
 
 class SeededAgentLoop(SingleTurnAgentLoop):
-    """verl's single turn, with a seed of its own for each answer.
+    """verl's single turn, with a seed and a largest length of its own for each answer; lengths have a long tail.
 
     verl's `rollout.full_determinism` gives one seed to all answers of a group: they are equal, and advantages 0.
     """
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
-        name = "/".join(str(kwargs[key]) for key in ("global_steps", "index", "session_id"))
-        return await super().run({**sampling_params, "seed": zlib.crc32(name.encode())}, **kwargs)
+        seed = zlib.crc32("/".join(str(kwargs[key]) for key in ("global_steps", "index", "session_id")).encode())
+        most = min(self.response_length, 1 + int(random.Random(seed).lognormvariate(2.5, 1)))
+        return await super().run({**sampling_params, "seed": seed, "max_tokens": most}, **kwargs)
 
 
 class OrderedReplayBuffer(ReplayBuffer):

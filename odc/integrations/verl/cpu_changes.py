@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ def apply() -> None:
     """Change verl in this process, before its workers are imported."""
     if os.environ.get("VERL_PLATFORM") == "cpu":
         join_with_gloo()
+        load_critics_with_sdpa()
         name_vllm()
 
 
@@ -28,12 +30,31 @@ def join_with_gloo() -> None:
     opened = getattr(theirs, "initialize_global_process_group_ray", None)
     if opened is None or hasattr(opened, "__wrapped__"):
         return
+    known = inspect.signature(opened)
+    if "backend" not in known.parameters:
+        return
 
     @functools.wraps(opened)
-    def with_gloo(timeout_second: Any = None, backend: str | None = None) -> None:
-        opened(timeout_second, backend or "gloo")
+    def with_gloo(*given: Any, **named: Any) -> None:
+        call = known.bind(*given, **named)
+        call.arguments["backend"] = call.arguments.get("backend") or "gloo"
+        opened(*call.args, **call.kwargs)
 
     theirs.initialize_global_process_group_ray = with_gloo
+
+
+def load_critics_with_sdpa() -> None:
+    """Value heads of verl 0.9 are loaded with FlashAttention, whatever the configuration says; it needs a GPU."""
+    import verl.utils.model as theirs
+
+    def load(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        options = {"dtype": torch_dtype, "config": model_config, "trust_remote_code": trust_remote_code}
+        return AutoModelForTokenClassification.from_pretrained(local_path, attn_implementation="sdpa", **options)
+
+    if hasattr(theirs, "load_valuehead_model"):
+        theirs.load_valuehead_model = load
 
 
 def name_vllm() -> None:
