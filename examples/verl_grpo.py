@@ -69,6 +69,7 @@ def draw_rewards(metrics: Path, picture: Path) -> None:
     import matplotlib
 
     matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "odc"  # equal metrics draw equal files
     from matplotlib import pyplot
 
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
@@ -76,7 +77,7 @@ def draw_rewards(metrics: Path, picture: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 3), layout="constrained")
     axes.plot(*zip(*found, strict=True))
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
-    figure.savefig(picture)
+    figure.savefig(picture, metadata={"Date": None} if picture.suffix == ".svg" else None)
 
 
 if __name__ == "__main__":
