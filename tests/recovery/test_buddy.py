@@ -86,7 +86,9 @@ def test_what_is_hidden_is_not_read(pair: list[Rank]) -> None:
     one, other = pair
     one.exchange.show(Share(0, 1), 4, kept(4))
     one.exchange.hide(0)
-    with pytest.raises(WaitTimeoutError, match="waiting for rank 0 to show the state of rank 1 after step 4") as late:
+    # On a busy machine the answer that there is none is late itself.
+    late_or_none = "waiting for rank 0 to show the state of rank 1 after step 4|reading which states it shows of rank 0"
+    with pytest.raises(WaitTimeoutError, match=late_or_none) as late:
         other.exchange.fetch(0, Share(0, 1), 4, Slots.create(Share(0, 1)))
     assert late.value.culprit == 0
 

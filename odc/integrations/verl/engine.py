@@ -9,6 +9,7 @@ the engines.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWith
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from odc.balance import Cost, cost_from_config
-from odc.errors import PlanError, UnsupportedError
+from odc.errors import OdcError, PlanError, UnsupportedError
 from odc.fsdp import fully_shard
 from odc.integrations.verl.config import options_of
 from odc.integrations.verl.pieces import (
@@ -215,6 +216,23 @@ def _as_metric(kind: AggregationType, value: Any) -> Any:
 @EngineRegistry.register("language_model", "odc", device=_DEVICES)
 class OdcEngineWithLMHead(OdcEngine, FSDPEngineWithLMHead):  # type: ignore[misc]
     """Language models: actor, reference, supervised fine-tuning."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.engine_config.forward_only:
+            _trained.add(self)
+
+
+#: Language models that this process trains; verl makes one, and beside it a reference model or a critic.
+_trained: weakref.WeakSet[OdcEngineWithLMHead] = weakref.WeakSet()
+
+
+def actor_here() -> OdcEngineWithLMHead | None:
+    """The engine of the language model that this process trains, if it trains one."""
+    found = list(_trained)
+    if len(found) > 1:
+        raise OdcError(f"this process trains {len(found)} language models: which one rollouts get is not known")
+    return found[0] if found else None
 
 
 @EngineRegistry.register("value_model", "odc", device=_DEVICES)

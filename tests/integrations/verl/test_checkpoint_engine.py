@@ -1,0 +1,179 @@
+"""verl's checkpoint engine `odc`: what a rollout process reads after each step is what verl would have gathered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import RankPool
+from support.verl import import_verl, join_as_verl, needs_verl, save_tiny_model
+from support.verl_engine import build, loss_with_metrics, rows
+
+from odc.errors import ConfigError, StaleVersionError, UnsupportedError
+
+pytestmark = needs_verl
+
+held = SimpleNamespace()  # of a rank: its engines
+SMALL = 6000  # bytes: less than the embedding, and room for a few of the other parameters
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint_engine")
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def actor() -> Iterator[RankPool]:
+    """A pool of its own: a process trains one language model."""
+    pool = RankPool(2)
+    yield pool
+    assert all(outcome.exit_code == 0 for outcome in pool.close())
+
+
+def checkpoint_engine(**options: Any) -> Any:
+    import_verl()
+    import_verl("odc.integrations.verl.checkpoint_engine")
+    from verl.checkpoint_engine import CheckpointEngineRegistry
+
+    return CheckpointEngineRegistry.new("odc", **{"bucket_size": SMALL, "timeout_s": 60.0, **options})
+
+
+def start(rank: int, world: int, model: Path, strategy: str, changes: dict[str, Any]) -> None:
+    """An actor, and beside it a reference model, as verl has them in one process."""
+    join_as_verl(rank, world)
+    held.engine = build(model, strategy, **changes)
+    held.engine.module.register_buffer("temperature", torch.tensor([0.5]))  # which no rank shards
+    if strategy == "odc":  # that of fsdp2 pins memory
+        held.reference = build(model, strategy, forward_only=True)
+    held.sync = checkpoint_engine(is_master=rank == 0)
+
+
+def prepare(rank: int, world: int) -> Any:
+    """What this rank hands to the rollout, and after that what verl would have sent."""
+    learned = held.sync.prepare()
+    weights, _ = held.engine.get_per_tensor_param()
+    assert asyncio.run(held.sync.send_weights(weights)) == {}
+    return learned, {name: value.clone() for name, value in weights}
+
+
+def step(rank: int, world: int) -> None:
+    with held.engine.train_mode():
+        held.engine.train_batch(
+            rows([9, 30], 2 * rank, use_dynamic_bsz=True, max_token_len_per_gpu=100), loss_with_metrics
+        )
+
+
+def infer(rank: int, world: int) -> None:
+    """An evaluation epoch, which publishes anew."""
+    held.engine.module.publish()
+
+
+def received(rollout: Any, learned: list[Any]) -> dict[str, torch.Tensor]:
+    """What a rollout process of two is given by verl, tensor by tensor."""
+    for_actor, for_rollout = type(rollout).build_topology(2, 2, [*learned, rollout.prepare(), None])
+    assert for_actor == {} and [len(each) for each in for_rollout.values()] == [2]
+    rollout.init_process_group(**{name: each[1] for name, each in for_rollout.items()})
+
+    async def read() -> dict[str, torch.Tensor]:
+        found = {}
+        async for name, tensor in rollout.receive_weights(global_steps=1):
+            await asyncio.sleep(0.01)  # in which the next group is read
+            found[name] = tensor.clone()
+        return found
+
+    try:
+        return asyncio.run(read())
+    finally:
+        rollout.finalize()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mixed_precision": {"param_dtype": "bf16"}}, {"fsdp_size": 1}],
+    ids=["fp32", "bf16", "hybrid sharding"],
+)
+def test_a_rollout_reads_after_each_step_what_verl_gathers(actor: RankPool, model: Path, changes: Any) -> None:
+    actor.run(start, model, "odc", changes)
+    rollout, dtype = checkpoint_engine(), torch.bfloat16 if "mixed_precision" in changes else torch.float32
+    before: dict[str, torch.Tensor] = {}
+    for _ in range(3):
+        outcomes = actor.run(prepare)
+        assert outcomes[1][0] is None, "one rank is enough"
+        found = received(rollout, [learned for learned, _ in outcomes])
+        gathered = outcomes[0][1]
+        assert found.keys() == gathered.keys()
+        for name, value in gathered.items():
+            published = dtype if name != "temperature" else torch.float32
+            assert found[name].dtype == published and torch.equal(found[name], value.to(published)), name
+        assert before.keys() != found.keys() or any(not torch.equal(before[name], found[name]) for name in found)
+        before = found
+        actor.run(step)
+
+
+def test_weights_that_change_while_they_are_read_are_refused(actor: RankPool, model: Path) -> None:
+    actor.run(start, model, "odc", {})
+    learned = [learned for learned, _ in actor.run(prepare)]
+    actor.run(infer)
+    with pytest.raises(StaleVersionError, match="version 2 while a rollout read version 1"):
+        received(checkpoint_engine(), learned)
+
+
+def test_a_rollout_follows_an_actor_that_is_started_anew(model: Path) -> None:
+    rollout = checkpoint_engine()
+    for _ in range(2):
+        actor = RankPool(2)
+        actor.run(start, model, "odc", {})
+        outcomes = actor.run(prepare)
+        assert received(rollout, [learned for learned, _ in outcomes]).keys() == outcomes[0][1].keys()
+        actor.close()
+
+
+def refused(rank: int, world: int, model: Path, strategy: str, of_model: Any) -> str:
+    start(rank, world, model, strategy, {"of_model": of_model})
+    try:
+        held.sync.prepare()
+    except (ConfigError, UnsupportedError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "of_model", "why"),
+    [
+        ("odc", {"lora_rank": 4}, "does not export weights of LoRA"),
+        ("fsdp2", {}, "needs actor_rollout_ref.actor.strategy=odc"),
+    ],
+)
+def test_what_is_refused(actor: RankPool, model: Path, strategy: str, of_model: Any, why: str) -> None:
+    first, second = actor.run(refused, model, strategy, of_model)
+    assert why in first and second == (first if strategy == "odc" else "")
+    engine = checkpoint_engine()
+    with pytest.raises(ConfigError, match=r"strategy=odc"):
+        type(engine).build_topology(1, 1, [None, None])
+    with pytest.raises(ConfigError, match="nothing is known of what is to be read"):
+        asyncio.run(anext(engine.receive_weights()))
+
+
+def test_groups_hold_every_parameter_once_and_a_larger_one_alone() -> None:
+    import_verl()
+    from odc.integrations.verl.checkpoint_engine import bytes_of, groups_of, laid_out
+
+    shapes: Any = {"a": ((3,), torch.bfloat16), "b": ((40, 2), torch.float32), "c": ((), torch.float32)}
+    shapes |= {"d": ((0, 4), torch.float32), "e": ((5,), torch.float64)}
+    groups = groups_of(shapes, 100)
+    assert [list(group) for group in groups] == [["a"], ["b"], ["c", "d", "e"]]
+    for group in groups:
+        room = torch.zeros(bytes_of(group), dtype=torch.uint8)
+        for number, (name, tensor) in enumerate(laid_out(group, room).items(), 1):
+            assert (tuple(tensor.shape), tensor.dtype) == group[name] and not tensor.any()
+            tensor.fill_(number)
+        assert [float(one.sum()) for one in laid_out(group, room).values()] == [
+            number * torch.Size(group[name][0]).numel() for number, name in enumerate(group, 1)
+        ]
