@@ -100,6 +100,9 @@ def test_five_steps_train_as_with_fsdp2(inputs, fsdp2) -> None:
     odc = train(inputs, "odc", "odc", {})
     alike(odc.steps, fsdp2.steps)
     assert max(one["training/rollout_probs_diff_max"] for one in odc.steps) < 1e-5, "rollouts had stale weights"
+    drawing = [sys.executable, EXAMPLES / "verl_grpo.py", "metrics.jsonl", "reward.svg"]
+    subprocess.run(drawing, cwd=inputs / "odc", check=True)
+    assert "</svg>" in (inputs / "odc" / "reward.svg").read_text(encoding="utf-8")
     mine, others = ([sum(rows) for rows in minibatches] for minibatches in odc.rows)
     assert len(mine) == 10 and mine != others, "no row has moved to another rank"
 
