@@ -19,6 +19,7 @@ import transfer_queue
 
 # isort: off
 import odc.integrations.verl.plugin  # noqa: F401  first: verl's engines ask for a platform
+import verl.utils.model
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.workers.engine.base import EngineRegistry
@@ -57,6 +58,12 @@ def forward_step(self: Any, micro_batch: Any, *args: Any, **options: Any) -> Any
     return one_forward(self, micro_batch, *args, **options)
 
 
+def load_critic(*given: Any, **named: Any) -> Any:
+    torch.manual_seed(0)  # the value head is new
+    return critic_of_verl(*given, **named)
+
+
+critic_of_verl, verl.utils.model.load_valuehead_model = verl.utils.model.load_valuehead_model, load_critic
 one_forward, FSDPEngineWithLMHead.forward_step = FSDPEngineWithLMHead.forward_step, forward_step
 for engine in (FSDPEngine, OdcEngine):
     note_minibatches(engine)
