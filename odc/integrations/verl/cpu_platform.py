@@ -80,8 +80,9 @@ class CpuPlatform(PlatformBase):  # type: ignore[misc]
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
+    # verl asks Ray for this resource and its ids, and Ray refuses "CPU"; users declare one for each rank.
     def ray_resource_name(self) -> str:
-        return "CPU"
+        return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
         return []

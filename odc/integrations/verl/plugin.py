@@ -7,11 +7,13 @@ Importing verl's engines fixes its platform: next to a plugin that brings its ow
 
 from __future__ import annotations
 
-from odc.integrations.verl import cpu_platform, engine
+from odc.integrations.verl import cpu_changes, cpu_platform, engine
 
-__all__ = ["cpu_platform", "engine", "kinds"]
+__all__ = ["cpu_changes", "cpu_platform", "engine", "kinds"]
 
 TESTED = "0.9"  # version of verl
+
+cpu_changes.apply()
 
 
 def kinds() -> list[str]:

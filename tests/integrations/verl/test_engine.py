@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.verl import import_verl, join_as_verl, needs_verl, save_tiny_model
-from support.verl_engine import build, load_critic, loss_with_metrics, rows
+from support.verl import join_as_verl, needs_verl, save_tiny_model
+from support.verl_engine import build, loss_with_metrics, rows
 
 pytestmark = needs_verl
 
@@ -161,7 +161,6 @@ def value_loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
 
 def critic(rank: int, world: int, model: Path, strategy: str) -> list[float]:
     join_as_verl(rank, world)
-    import_verl("verl.utils.model").load_valuehead_model = load_critic
     engine = build(model, strategy, "value_model")
     norms = []
     for _ in range(2):

