@@ -56,9 +56,12 @@ def _ranks_each(launched: launchers.Launched, ranks: int | None) -> int:
 
 
 def given_by_launcher(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a job that torchrun's variables set: the ranks, and the ranks of a node where `given` has none."""
+    """Fields of a job that torchrun's variables set: the ranks, and the ranks of a node where `given` has none, and the
+    nodes have equally many.
+    """
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    return {"ranks": world} | ({"per_node": local} if 1 < local < world and "per_node" not in given else {})
+    alike = 1 < local < world and local * int(os.environ.get("GROUP_WORLD_SIZE", "0")) in (0, world)
+    return {"ranks": world} | ({"per_node": local} if alike and "per_node" not in given else {})
 
 
 def refuse_launcher(what: str) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from odc.errors import OdcError, PeerLostError, UnsupportedError, culprit_of
+from odc.errors import OdcError, PeerLostError, culprit_of
 from odc.hosts.links import Links
 from odc.memory import ShmHeap
 from odc.net.handshake import export_purpose
@@ -37,25 +38,25 @@ def locate(store: JobStore, grid: RankGrid) -> RankGrid:
     """`grid` with the hosts of its members; the same object where all are on this one.
 
     Waits until every rank has called `fully_shard`, or made an exchange. Raises as a JobStore does, WaitTimeoutError if
-    a rank does not come up within the store's timeout, PeerLostError if one has ended with an error instead, and
-    UnsupportedError where hosts have unequally many of the ranks.
+    a rank does not come up within the store's timeout, and PeerLostError if one has ended with an error instead.
     """
     here = host_identity()
     found = [here if rank == grid.rank else _await_host(store, rank, grid.rank) for rank in grid.ranks]
-    numbers = {host: number for number, host in enumerate(dict.fromkeys(found))}
-    if len(numbers) == 1:
+    if len(set(found)) == 1:
         return grid
-    counts = Counter(found)
-    if len(set(counts.values())) > 1:
-        many = [
-            f"ranks {', '.join(str(rank) for rank, one in zip(grid.ranks, found, strict=True) if one == host)}"
-            for host in numbers
-        ]
-        raise UnsupportedError(
-            f"rank {grid.rank}: the mesh of {len(grid.ranks)} ranks lies unequally on {len(numbers)} hosts "
-            f"({'; '.join(many)}); every host must have equally many"
-        )
-    return dataclasses.replace(grid, hosts=tuple(numbers[host] for host in found))
+    return dataclasses.replace(grid, hosts=parts_of(found))
+
+
+def parts_of(hosts: Sequence[str]) -> tuple[int, ...]:
+    """Of each member the number of its host, or where hosts have unequally many members, of the part of its host: the
+    largest parts of equal size into which all hosts divide (4 where one has 8 members and one 4). Members of another
+    part are reached as those of another host.
+    """
+    size, found, numbers = math.gcd(*Counter(hosts).values()), list[tuple[str, int]](), dict[tuple[str, int], int]()
+    for at, host in enumerate(hosts):
+        found.append((host, hosts[:at].count(host) // size))
+        numbers.setdefault(found[-1], len(numbers))
+    return tuple(numbers[part] for part in found)
 
 
 def _await_host(store: JobStore, rank: int, me: int) -> str:

@@ -32,9 +32,13 @@ def test_one_process_on_each_host_compares(torchrun: None, capsys: pytest.Captur
     assert "odc: model: say which (--model), or run the demo (--demo)" in capsys.readouterr().err
 
 
-def test_torchrun_says_how_many_ranks_there_are_and_hosts_are_nodes(torchrun: None) -> None:
+def test_torchrun_says_how_many_ranks_there_are_and_hosts_are_nodes(
+    torchrun: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert given_by_launcher({}) == {"ranks": 6, "per_node": 2}
     assert given_by_launcher({"per_node": 3}) == {"ranks": 6}
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # of 2 and 4
+    assert given_by_launcher({}) == {"ranks": 6}
 
 
 def test_other_comparisons_run_on_one_host(torchrun: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,15 @@ def test_a_host_that_is_stopped_for_a_while_is_waited_for(two: Hosts) -> None:
     assert [outcome.exit_code for outcome in outcomes] == [0] * WORLD, [outcome.describe() for outcome in outcomes]
 
 
+@pytest.mark.parametrize("culprit", [1, 3])
+def test_a_death_is_noticed_where_hosts_have_unequally_many_ranks(two: Hosts, culprit: int) -> None:
+    """Ranks 0 to 2 share a host, which is in three parts. Before they are linked, parts do not watch each other."""
+    with spawn_on_hosts(two, (3, 1), train, Fault("rank", "kill", "any", "", culprit, world=4), 60) as job:
+        trained(job)
+        died = job.kill(culprit)
+        assert_all_noticed(end(job, []), culprit, died)
+
+
 def claim_on(rank: int, world: int) -> None:
     """Share a queue for ever; its home is rank 0."""
     torch.manual_seed(0)

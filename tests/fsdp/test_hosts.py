@@ -58,6 +58,21 @@ def test_equal_to_fsdp2(host_ranks: HostPools, hosts: int, per_host: int, marked
     assert min(found) > 1000
 
 
+@pytest.mark.parametrize("per_host", [(3, 1), (2, 1, 1), pytest.param((4, 2), marks=pytest.mark.thorough)])
+def test_hosts_with_unequally_many_ranks_equal_fsdp2(host_ranks: HostPools, per_host: tuple[int, ...]) -> None:
+    world = sum(per_host)
+    counts = tuple(tuple(row[rank % 4] for rank in range(world)) for row in ((1, 1, 1, 1), (2, 1, 3, 1), (0, 2, 0, 1)))
+    found = host_ranks(len(per_host), per_host).run(same, counts, SETTINGS["server"], "last")
+    assert min(found) > 1000
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("optimizer_sharding", ["mesh", "world"])
+def test_replicas_of_unequal_hosts_equal_fsdp2(host_ranks: HostPools, optimizer_sharding: str) -> None:
+    """Two replicas on the one, and one on the other."""
+    host_ranks(2, (4, 2)).run(same_hybrid, 3, optimizer_sharding)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -13,7 +13,7 @@ from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net import JobStore, announce_failure, announce_process, tcp
 from odc.net.tcp import own_address
 from odc.protocol import RankGrid
-from odc.runtime.linking import locate
+from odc.runtime.linking import locate, parts_of
 
 
 def store(timeout_s: float = 30.0) -> JobStore:
@@ -36,10 +36,23 @@ def test_hosts_are_numbered_alike_by_every_rank() -> None:
     announce_process(one, 0)
     for rank, host in enumerate(["b", "a", "b"], start=1):
         pretend(one, rank, host)
-    with pytest.raises(UnsupportedError, match=r"3 hosts \(ranks 0; ranks 1, 3; ranks 2\); every host"):
-        locate(one, RankGrid((0, 1, 2, 3), 4, 0))
     assert locate(one, RankGrid((0, 1), 2, 0)).hosts == (0, 1)
     assert locate(one, RankGrid((1, 0), 2, 1)).hosts == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "parts"),
+    [
+        ("aaab", (0, 1, 2, 3)),  # 3 and 1: no part has more than one rank
+        ("baab", (0, 1, 1, 0)),  # 2 and 2: hosts are not divided
+        ("aaaabb", (0, 0, 1, 1, 2, 2)),
+        ("babbabbb", (0, 1, 0, 2, 1, 2, 3, 3)),  # 6 and 2, out of sequence
+        ("aaaaaabbbbbbbbb", (0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4)),  # 6 and 9
+    ],
+)
+def test_hosts_with_unequally_many_ranks_are_divided(hosts: str, parts: tuple[int, ...]) -> None:
+    assert parts_of(hosts) == parts
+    RankGrid(tuple(range(len(hosts))), len(hosts), 0, parts)  # it takes them
 
 
 def test_a_rank_that_does_not_come_up_is_named() -> None:

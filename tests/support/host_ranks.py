@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 from odc.ranks.processes import PATIENCE_S, RankOutcome, task
-from support.hosts import Hosts, Part, children, enter_namespaces
+from support.hosts import Hosts, Part, PerHost, children, enter_namespaces, places_of
 from support.ranks import RankPool, RankProcesses
 
 _groups = itertools.count()
@@ -70,15 +70,18 @@ def _join(prefix: str) -> None:
 
 
 class HostRanks(RankProcesses):
-    """`per_host` ranks on each of the hosts, in one process group. Rank r is on host r // per_host."""
+    """`per_host` ranks on each of the hosts, or of each its own number, in one process group; those of a host follow
+    each other.
+    """
 
-    def __init__(self, hosts: Hosts | Part, per_host: int) -> None:
-        world = per_host * len(hosts)
+    def __init__(self, hosts: Hosts | Part, per_host: PerHost) -> None:
+        places = places_of(per_host, len(hosts))
+        world = len(places)
         super().__init__(world, once=False, own=lambda rank: hosts.rank_environment(rank, per_host))
         self._entered: dict[int, int] = {}
         prefix = f"group{next(_groups)}"
         try:
-            self.send(*(task(live_on, hosts[rank // per_host].pid, prefix) for rank in range(world)))
+            self.send(*(task(live_on, hosts[host].pid, prefix) for host, _ in places))
             if not self.answers(PATIENCE_S, grace_s=1.0):
                 self.fail("ranks could not enter their hosts")
             self._entered = {outcome.rank: children(outcome.pid)[0] for outcome in self.outcomes}
@@ -112,8 +115,8 @@ class HostRanks(RankProcesses):
 class HostPool(RankPool):
     """Ranks on hosts that run one function after another: `run(function, *args)` as in `RankPool`."""
 
-    def __init__(self, hosts: Hosts | Part, per_host: int) -> None:
-        super().__init__(per_host * len(hosts))
+    def __init__(self, hosts: Hosts | Part, per_host: PerHost) -> None:
+        super().__init__(len(places_of(per_host, len(hosts))))
         self.hosts, self.per_host = hosts, per_host
 
     def _start(self) -> RankProcesses:
@@ -121,7 +124,9 @@ class HostPool(RankPool):
 
 
 @contextlib.contextmanager
-def spawn_on_hosts(hosts: Hosts | Part, per_host: int, function: Callable[..., Any], *args: Any) -> Iterator[HostRanks]:
+def spawn_on_hosts(
+    hosts: Hosts | Part, per_host: PerHost, function: Callable[..., Any], *args: Any
+) -> Iterator[HostRanks]:
     """Start ranks that run `function(rank, world, *args)` and end; what still lives at the end is killed."""
     ranks = HostRanks(hosts, per_host)
     try:
@@ -136,11 +141,11 @@ class HostPools:
     """Pools by shape, made when they are first asked for; each has hosts of its own."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[int, int], HostPool] = {}
+        self._pools: dict[tuple[int, PerHost], HostPool] = {}
         self._open = contextlib.ExitStack()
 
-    def __call__(self, count: int, per_host: int) -> HostPool:
-        """The pool of `per_host` ranks on each of `count` hosts."""
+    def __call__(self, count: int, per_host: PerHost) -> HostPool:
+        """The pool of `per_host` ranks on each of `count` hosts, or of as many as it says of each."""
         key = count, per_host
         if key not in self._pools:
             self._pools[key] = HostPool(self._open.enter_context(Hosts(count)), per_host)

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import pytest
 
 Made = TypeVar("Made")
+PerHost = int | tuple[int, ...]  # ranks of every host, or of each
 DEVICE = "eth0"  # of every host, as each has its own
 PATIENCE_S = 600.0
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}  # Debian's packages
@@ -259,14 +260,16 @@ class Hosts:
             lambda: stores.TCPStore(first.address, 0, is_master=True, timeout=timeout, wait_for_workers=False)
         )
 
-    def rank_environment(self, rank: int, per_host: int) -> dict[str, str]:
+    def rank_environment(self, rank: int, per_host: PerHost) -> dict[str, str]:
         """What torchrun would set for a rank, and the interface that gloo must use."""
-        host = self.hosts[rank // per_host]
+        places = places_of(per_host, len(self.hosts))
+        number, local_rank = places[rank]
+        host = self.hosts[number]
         return {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank % per_host),
-            "WORLD_SIZE": str(per_host * len(self.hosts)),
-            "LOCAL_WORLD_SIZE": str(per_host),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_WORLD_SIZE": str([one for one, _ in places].count(number)),
             "GROUP_RANK": str(host.number),
             "GROUP_WORLD_SIZE": str(len(self.hosts)),
             "MASTER_ADDR": self.hosts[0].address,
@@ -294,6 +297,12 @@ class Hosts:
             command += tuple(each[host.number]) if each else ()
             started.append(host.command(*command, env={"OMP_NUM_THREADS": "1", **env}))
         return started
+
+
+def places_of(per_host: PerHost, hosts: int) -> list[tuple[int, int]]:
+    """(host, number there) of each rank, where every host has `per_host` ranks, or each its own number."""
+    counts = (per_host,) * hosts if isinstance(per_host, int) else per_host
+    return [(host, number) for host, count in enumerate(counts) for number in range(count)]
 
 
 class Part:
