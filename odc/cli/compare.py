@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from odc.arms import ARM_NAMES
+from odc.cli.launched import given_by_launcher, join_launcher, refuse_launcher
 from odc.cli.options import options_from
-from odc.cli.torchrun import given_by_torchrun, refuse_torchrun, under_torchrun
 from odc.errors import ConfigError
 from odc.experiments.config import DEFAULT_ARMS, GrpoConfig, JobConfig
 
@@ -61,8 +61,8 @@ def compare(
 ) -> None:
     """Run arms one after the other on identical data; print one table, write figures, picture and traces.
 
-    Starts its own ranks on this machine. Under torchrun on several hosts it starts ranks on all of them, and host 0
-    prints and writes.
+    Starts its own ranks on this machine. Under torchrun, srun and the like on several hosts it starts ranks on all of
+    them, and host 0 prints and writes.
     """
     show = progress("compare")
     job = (_DEMO if demo else {}) | given
@@ -71,10 +71,11 @@ def compare(
             raise ConfigError(f"{name}: say which (--{name}), or run the demo (--demo)")
     folder = Path(output or new_folder("compare"))
     path = Path(json or folder / "compare.json")
-    if under_torchrun():
-        job |= given_by_torchrun(job)
+    launched = join_launcher(job) > 0
+    if launched:
+        job |= given_by_launcher(job)
     in_folder = partial(_comparison, job, tuple(name.strip() for name in arms.split(",")), repeats, skip)
-    if not under_torchrun():
+    if not launched:
         config = in_folder(folder, show)
         from odc.experiments.table import tables
 
@@ -101,7 +102,7 @@ def compare_grpo(
     json: Figures = None,
 ) -> None:
     """Run arms of a GRPO job one after the other; print one table, write figures, picture and traces."""
-    refuse_torchrun("odc compare-grpo")
+    refuse_launcher("odc compare-grpo")
     folder, show = Path(output or new_folder("compare-grpo")), progress("compare-grpo")
     show(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
@@ -149,7 +150,7 @@ def _compare_over_hosts(
     from odc.experiments.hosts import HostTeam
     from odc.experiments.table import tables
 
-    with HostTeam.of_torchrun() as team:
+    with HostTeam.of_launcher() as team:
         if team.leads:
             carry_out(in_folder(folder, show, team.count), path, show, tables, team)
             return

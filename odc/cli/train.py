@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Annotated, Any
 
 from typer import Option
 
 from odc.arms import PLANS
+from odc.cli.launched import carry_out_job, given_by_launcher, join_launcher
 from odc.cli.options import options_from
-from odc.cli.torchrun import given_by_torchrun, under_torchrun
 from odc.errors import ConfigError
 from odc.experiments.config import GrpoConfig, JobConfig
 
@@ -26,28 +28,36 @@ def train(
 ) -> None:
     """Fine-tune a causal language model on text, sharded over ranks.
 
-    Starts its own ranks on this machine. Under torchrun it runs as one rank, and torchrun says how many there are.
+    Starts its own ranks on this machine. Under torchrun, srun and other launchers it runs as one rank, or starts those
+    of its host, and the launcher says how many there are.
     """
     if plan is not None:
         given["arm"] = _arm_of(plan, given)
-    config = _configured("train", JobConfig, given)
+    each = join_launcher(given)
+    config = _configured("train", JobConfig, given, each)
     if os.environ.get("RANK", "0") == "0":
         _warn_of_what_is_lost(config)
-    from odc.experiments.job import run, run_rank
     from odc.experiments.text.step import TextWorkload
 
-    carry_out_job(run, run_rank, TextWorkload(config))
+    result = carry_out_job(TextWorkload(config), each)
+    if result is not None:
+        print("\n".join([result.summary(), *what_is_left(given, config, result.checkpoint)]))
 
 
 @options_from(GrpoConfig)
 def grpo(given: dict[str, Any]) -> None:
     """Train a causal language model by GRPO; rollouts run in a process of their own and read the ranks' weights.
 
-    Starts its own ranks on this machine. Under torchrun it runs as one rank. For a task of your own see docs/rl.md.
+    Starts its own ranks on this machine. Under torchrun, srun and other launchers it runs as one rank, or starts those
+    of its host. For a task of your own see docs/rl.md.
     """
-    from odc.experiments.grpo import run, run_rank
+    each = join_launcher(given)
+    config = _configured("grpo", GrpoConfig, given | {"show": True}, each)
+    from odc.experiments.grpo import GrpoWorkload
 
-    carry_out_job(run, run_rank, _configured("grpo", GrpoConfig, given | {"show": True}))
+    result = carry_out_job(GrpoWorkload(config), each)
+    if result is not None:
+        print(result.summary())
 
 
 def _arm_of(plan: str, given: dict[str, Any]) -> str:
@@ -67,22 +77,43 @@ def _warn_of_what_is_lost(config: JobConfig) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def _configured(command: str, kind: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """The configuration, with torchrun's number of ranks where it started this process; else prints what starts."""
-    if under_torchrun():
-        return kind(**(given | given_by_torchrun(given)))
+def _configured(command: str, kind: Callable[..., Any], given: dict[str, Any], each: int) -> Any:
+    """The configuration, with the launcher's number of ranks where there is one; else prints what starts."""
+    if each:
+        return kind(**(given | given_by_launcher(given)))
     config = kind(**given)
     print(f"odc {command}: {config.arm}, {config.ranks} ranks, {config.steps} steps", file=sys.stderr, flush=True)
     return config
 
 
-def carry_out_job(run: Callable[[Any], Any], run_rank: Callable[[Any], Any], job: Any) -> None:
-    """Runs all ranks of a job, or under torchrun this one, whose error goes to torchrun; prints a summary once."""
-    if not under_torchrun():
-        print(run(job)[0].summary())
-        return
-    from torch.distributed.elastic.multiprocessing.errors import record
+def what_is_left(given: dict[str, Any], config: JobConfig, checkpoint: str | None) -> list[str]:
+    """Lines for the end of a job: what it has written, and the commands that go on from there; none if it kept nothing.
 
-    result = record(run_rank)(job)
-    if os.environ["RANK"] == "0" and result is not None:
-        print(result.summary())
+    `given` are the options of the command, `checkpoint` the last one that was saved.
+    """
+    written = [f"{config.output}/steps.jsonl"] if config.output else []
+    written += [one for one in (checkpoint, config.export) if one]
+    if not written:
+        return []
+    lines = ["wrote     " + ", ".join(map(shlex.quote, written))]
+    if config.output:
+        again = {name: value for name, value in given.items() if name not in ("steps", "export", "resume")}
+        resume = {"resume": config.output}
+        lines.append("go on     " + _command(again | {"steps": 2 * config.steps} | resume))
+        if not config.export:
+            lines.append("export    " + _command(again | {"steps": config.steps} | resume | {"export": "FOLDER"}))
+    if config.export:
+        whole = not config.lora or config.merge
+        model = f"pretrained={config.export}" if whole else f"pretrained={config.model},peft={config.export}"
+        lines.append(f"evaluate  lm_eval --model hf --model_args {shlex.quote(model)} --tasks arc_easy")
+    return lines
+
+
+def _command(options: dict[str, Any]) -> str:
+    """`odc train` with fields of its configuration, as one types it."""
+    flags = {one.name: one.metadata.get("flag", f"--{one.name.replace('_', '-')}") for one in fields(JobConfig)}
+    words = ["odc", "train"]
+    for name, value in options.items():
+        if value is not False:
+            words += [flags[name]] if value is True else [flags[name], str(value)]
+    return shlex.join(words)

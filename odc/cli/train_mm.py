@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,9 +9,8 @@ from typing import Annotated, Any
 from typer import Option
 
 from odc.cli.compare import Figures, Repeats, Skip, carry_out, chosen_arms, new_folder, progress
+from odc.cli.launched import carry_out_job, given_by_launcher, join_launcher, refuse_launcher, under_launcher
 from odc.cli.options import options_from
-from odc.cli.torchrun import refuse_torchrun, under_torchrun
-from odc.cli.train import carry_out_job
 from odc.errors import ConfigError
 from odc.experiments.config import JobConfig
 
@@ -65,7 +63,7 @@ def train_mm(
 ) -> None:
     """Train a vision tower, an audio encoder and a language model: one arm, or every balance and transport compared.
 
-    One arm may be saved and resumed, and runs under torchrun as one rank; a comparison prints a table.
+    One arm may be saved and resumed, and runs under torchrun, srun and the like; a comparison prints a table.
     """
     from odc.experiments.preflight import require
 
@@ -98,8 +96,8 @@ def _made_up(demo: bool, folder: Path, seed: int) -> str:
     """Writes the demo's corpus below `folder`; returns its path."""
     if not demo:
         raise ConfigError("data: say which (--data), or run the demo (--demo)")
-    if under_torchrun():
-        raise ConfigError("demo: its corpus is made before ranks start; under torchrun say which data (--data)")
+    if (launcher := under_launcher()) is not None:
+        raise ConfigError(f"demo: its corpus is made before ranks start; under {launcher} say which data (--data)")
     from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
 
     return str(write_corpus(folder / "corpus", CorpusConfig(seed=seed)))
@@ -108,7 +106,7 @@ def _made_up(demo: bool, folder: Path, seed: int) -> str:
 def _compare(
     fields: dict[str, Any], per_node: int, arms: str | None, repeats: int, skip: int, folder: Path, figures: Path
 ) -> None:
-    refuse_torchrun("a comparison by odc train-mm")
+    refuse_launcher("a comparison by odc train-mm")
     show = progress("train-mm")
     show(f"figures and pictures go to {folder}")
     from odc.experiments.compare import CompareConfig
@@ -121,14 +119,16 @@ def _compare(
 
 
 def _train(fields: dict[str, Any], per_node: int, arm: str) -> None:
-    from odc.experiments.job import run, run_rank
     from odc.experiments.multimodal.config import MultimodalConfig
     from odc.experiments.multimodal.workload import MultimodalWorkload
 
     transport, _, balance = arm.partition("/")
-    if under_torchrun():
-        fields = fields | {"ranks": int(os.environ["WORLD_SIZE"])}
+    each = join_launcher(fields)
+    if each:
+        fields = fields | {"ranks": given_by_launcher(fields)["ranks"]}
     job: Any = JobConfig(**fields, arm=transport)  # type: ignore[arg-type]
-    if not under_torchrun():
+    if not each:
         print(f"odc train-mm: {arm}, {job.ranks} ranks, {job.steps} steps", file=sys.stderr, flush=True)
-    carry_out_job(run, run_rank, MultimodalWorkload(MultimodalConfig(job, balance, per_node)))  # type: ignore[arg-type]
+    result = carry_out_job(MultimodalWorkload(MultimodalConfig(job, balance, per_node)), each)  # type: ignore[arg-type]
+    if result is not None:
+        print(result.summary())

@@ -13,6 +13,7 @@ USES = {
     "cuda": "odc on GPUs of one host",
     "nvshmem": "GPUs beyond one host's NVLink",
     "kernels": "odc's own Triton kernels",
+    "launcher": "ranks that srun, Kubernetes, torchrun or the like have started",
     "network": "ranks on several hosts",
     "rdma": "InfiniBand, RoCE, EFA or device memory between hosts",
     "queue": "queue_bytes: one queue of microbatches for all ranks",
@@ -32,7 +33,9 @@ class Check:
     deadline_s: float = 120.0  # after which the probe counts as hanging
 
 
-_HOST, _GPU, _NETWORK, _PACKAGES = (f"odc.doctor.{name}" for name in ("host", "gpu", "network", "packages"))
+_HOST, _GPU, _NETWORK, _PACKAGES, _LAUNCHER = (
+    f"odc.doctor.{name}" for name in ("host", "gpu", "network", "packages", "launcher")
+)
 _TORCH = "pip install 'torch>=2.11,<2.16', built with gloo, as wheels are"
 _SANDBOX = "allow memfd_create and mmap in this container or sandbox (seccomp profile), and 256 MiB of memory"
 _MUTEX = "a C library with robust process-shared mutexes (glibc; musl 1.2 or newer), in a sandbox that allows them"
@@ -82,6 +85,7 @@ _CHECKS = (
     Check("C compiler", "kernels", f"{_GPU}:compiler", _COMPILER),
     Check("NVSHMEM", "nvshmem", f"{_GPU}:nvshmem", _NVSHMEM),
     Check("nvshmem4py", "nvshmem", f"{_GPU}:nvshmem4py", "pip install nvshmem4py-cu13 (cu12 for CUDA 12)"),
+    Check("launcher", "launcher", f"{_LAUNCHER}:launcher", "docs/clusters.md has what each launcher needs"),
     Check("network", "network", f"{_NETWORK}:interfaces", "nothing on one host; else bring an interface up"),
     Check("RDMA", "rdma", f"{_NETWORK}:rdma", _RDMA),
     Check("NIXL", "rdma", f"{_NETWORK}:nixl", _NIXL),

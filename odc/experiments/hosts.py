@@ -1,4 +1,4 @@
-"""Several hosts run the arms of a comparison together: one process on each launches that host's ranks.
+"""Several hosts run a job or the arms of a comparison together: one process on each launches that host's ranks.
 
 These processes keep step by messages through a store, mostly torchrun's. Host 0 opens each run by sending the port of
 the store at which its ranks meet; each host sends the others how its ranks ended, and host 0 what they measured and
@@ -28,24 +28,33 @@ _MEASURED = ("rank", "host", "peak_bytes", "held_bytes", "baseline_bytes")  # wh
 
 
 class HostTeam:
-    """This host, `number` of `count`, among those of a comparison; each starts `per_host` ranks.
+    """This host, `number` of `count`, among those of `task`; each starts `per_host` ranks.
 
-    Enter it around the whole comparison: an error that ends it on one host then ends it on all. `store` is torch's,
-    `address` that of host 0. Waits end after `timeout_s`, before the first run after hours, and raise as a Mailbox's.
+    Enter it around the whole task: an error that ends it on one host then ends it on all, and a clean exit waits for
+    the other hosts. `store` is torch's, `address` that of host 0. Waits end after `timeout_s`, before the first run
+    after hours, and raise as a Mailbox's.
     """
 
     def __init__(
-        self, number: int, count: int, per_host: int, address: str, store: Any, timeout_s: float = 600.0
+        self,
+        number: int,
+        count: int,
+        per_host: int,
+        address: str,
+        store: Any,
+        timeout_s: float = 600.0,
+        task: str = "the comparison",
     ) -> None:
         self.number, self.count, self.per_host, self.address = number, count, per_host, address
         self._timeout_s = timeout_s
-        self._mail = Mailbox(store, range(count), number, timeout_s, "odc/compare/", kind="host", task="the comparison")
+        self._mail = Mailbox(store, range(count), number, timeout_s, "odc/compare/", kind="host", task=task)
+        self._task = task
         self._others = [host for host in range(count) if host != number]
         self._run_store: Any = None  # host 0: the store of the present run
 
     @classmethod
-    def of_torchrun(cls, timeout_s: float = 600.0) -> HostTeam:
-        """In a process that torchrun has started. Raises ConfigError where hosts have unequally many ranks."""
+    def of_launcher(cls, timeout_s: float = 600.0, task: str = "the comparison") -> HostTeam:
+        """In a process with torchrun's variables. Raises ConfigError where hosts have unequally many ranks."""
         import torch.distributed as dist
 
         stores: Any = dist
@@ -60,7 +69,7 @@ class HostTeam:
         options = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
         store = stores.TCPStore(os.environ["MASTER_ADDR"], port, is_master=hosting, **options)
         attempt = stores.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        return cls(number, count, per_host, os.environ["MASTER_ADDR"], attempt, timeout_s)
+        return cls(number, count, per_host, os.environ["MASTER_ADDR"], attempt, timeout_s, task)
 
     @property
     def leads(self) -> bool:
@@ -71,7 +80,9 @@ class HostTeam:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, JobFailedError):  # of that every host knows
+        if error is None:
+            self._mail.leave(f"the end of {self._task}")
+        elif not isinstance(error, JobFailedError):  # of that every host knows
             with contextlib.suppress(OdcError):  # the store is gone too
                 self._mail.fail(error)
 

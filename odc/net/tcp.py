@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import math
 import socket
 import struct
@@ -18,10 +19,12 @@ from odc.net.store import store_address, underlying
 
 _MOST_PROBES = 120  # the kernel counts up to 127
 _TIMEVAL = struct.Struct("ll")
+_ELSEWHERE = ("198.51.100.1", 9)  # of a network that is nowhere, so by the default route
 
 
 def own_address(store: Any, address: str = "") -> str:
-    """Where other hosts reach this one: at `address`, or at that of the interface by which the store is reached.
+    """Where other hosts reach this one: at `address`, or at that of the interface by which the store is reached; by
+    the default route, where the store's host is this one under a name that means loopback here.
 
     `store` is torch's. Raises UnsupportedError where that cannot be determined.
     """
@@ -33,9 +36,21 @@ def own_address(store: Any, address: str = "") -> str:
         raise UnsupportedError(
             f"cannot determine this host's address from a {name}; set Settings(address=...) on each host"
         )
-    host, port = hosted_at
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, there = found[0]
+    found = _interface_towards(*hosted_at)
+    if hosted_at[0] in ("localhost", found) or not ipaddress.ip_address(found).is_loopback:
+        return found
+    try:  # /etc/hosts gives this host's own name a loopback address, as Debian does
+        return _interface_towards(*_ELSEWHERE)
+    except OSError as error:
+        raise UnsupportedError(
+            f"{hosted_at[0]} is {found} here, which no other host reaches, and there is no default route ({error}); "
+            "set Settings(address=...) on each host"
+        ) from error
+
+
+def _interface_towards(host: str, port: int) -> str:
+    """The address of the interface by which this host reaches another, or itself."""
+    family, kind, protocol, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(there)  # of a datagram socket: chooses the interface, sends nothing
         return str(probe.getsockname()[0])

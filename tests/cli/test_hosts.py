@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support.command import odc
 from support.hosts import Hosts, need_hosts
 from support.tiny_job import tiny_job
 
-from odc.cli.torchrun import given_by_torchrun
+from odc.cli.launched import given_by_launcher
 from odc.trace import load_spans, rank_file
 
 
@@ -32,8 +33,8 @@ def test_one_process_on_each_host_compares(torchrun: None, capsys: pytest.Captur
 
 
 def test_torchrun_says_how_many_ranks_there_are_and_hosts_are_nodes(torchrun: None) -> None:
-    assert given_by_torchrun({}) == {"ranks": 6, "per_node": 2}
-    assert given_by_torchrun({"per_node": 3}) == {"ranks": 6}
+    assert given_by_launcher({}) == {"ranks": 6, "per_node": 2}
+    assert given_by_launcher({"per_node": 3}) == {"ranks": 6}
 
 
 def test_other_comparisons_run_on_one_host(torchrun: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +61,40 @@ def test_train_over_two_hosts_reaches_the_loss_of_fsdp2(tmp_path: Path) -> None:
             losses[arm[1]] = float(found[1])
     assert losses["odc"] == pytest.approx(losses["fsdp2"], rel=1e-3)
     assert losses["dynamic"] == pytest.approx(losses["fsdp2"], rel=1e-3)
+
+
+@pytest.mark.thorough
+def test_srun_over_two_hosts_needs_no_torchrun(tmp_path: Path) -> None:
+    """Four processes with what srun sets for each: they find each other by the first name of the node list, which is
+    that of a loopback address on its own host, as under Debian.
+    """
+    need_hosts()
+    job = tiny_job(tmp_path)
+    command = ["-m", "odc.cli", "train", "--model", job.model, "--data", job.data, "--tokenizer", "bytes"]
+    command += ["--max-tokens", "96", "--minibatch-size", "6", "--steps", "3", "--lr", "1e-2", "--cache", job.cache]
+    losses = {}
+    with Hosts(2) as hosts:
+        for host in hosts:
+            others = "".join(f"{one.address} {one.name}\n" for one in hosts if one is not host)
+            names = tmp_path / f"names{host.number}"
+            names.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n{others}")
+            assert host.start(["mount", "--bind", str(names), "/etc/hosts"], "-m").wait() == 0
+            host.call(f"route add default dev {host.device}")
+        nodes = "host[0-1]"
+        step = {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
+        step |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": nodes, "OMP_NUM_THREADS": "1"}
+        for arm in ("odc", "fsdp2"):
+            started = []
+            for rank in range(4):
+                task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2}
+                env = step | {name: str(number) for name, number in task.items()}
+                started.append(hosts[rank // 2].command(sys.executable, *command, "--arm", arm, env=env))
+            printed = [process.communicate(timeout=400)[0] for process in started]
+            assert [process.returncode for process in started] == [0, 0, 0, 0], printed
+            found = re.search(r"^step 3: loss ([\d.]+)", printed[0], re.MULTILINE)
+            assert found and not any("step 3: loss" in text for text in printed[1:]), printed
+            losses[arm] = float(found[1])
+    assert losses["odc"] == pytest.approx(losses["fsdp2"], rel=1e-3)
 
 
 @pytest.mark.thorough

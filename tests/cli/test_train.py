@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from support.command import odc
 from support.word_model import completions, model_folder, transformers_loss, write_rows
 
 from odc.arms import PLANS
+from odc.cli.train import what_is_left
+from odc.experiments.config import JobConfig
 
 pytest.importorskip("typer", reason="needs the cli extra")
 pytest.importorskip("transformers", reason="needs the train extra")
@@ -49,6 +52,7 @@ def test_losses_are_those_of_transformers(
     assert third["valid_loss"] == pytest.approx(transformers_loss(after, export, completions(4)), rel=1e-5)
     assert first["valid_loss"] is None and second["valid_loss"] != third["valid_loss"]
     assert f"; validation loss {third['valid_loss']:.4f};" in printed.out
+    assert f"\nwrote     {output}/steps.jsonl, {output}/checkpoints/step-00000003, {export}\n" in printed.out
     assert f"step 2: validation loss {second['valid_loss']:.4f}" in printed.err
     assert [step["lr"] for step in (first, second, third)] == pytest.approx([1e-2, 5.5e-3, 1e-3])
 
@@ -75,6 +79,8 @@ def unstarted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     import odc.experiments.job
 
     class Result:
+        checkpoint = None
+
         def summary(self) -> str:
             return "not run"
 
@@ -95,6 +101,40 @@ def test_what_is_lost_is_named_before_it_starts(
         assert odc("train", *options, *more) == 0
         printed = capfd.readouterr().err
         assert message in printed and ("is kept" in printed) == bool(message)
+
+
+def test_the_last_lines_name_what_is_left_and_what_comes_next() -> None:
+    given: dict[str, Any] = {"model": "m", "data": "a b.jsonl", "steps": 4, "timeout_s": 9.0, "reproducible": True}
+    config = JobConfig(**given)
+    assert what_is_left(given, config, None) == []
+    begin = "odc train --model m --data 'a b.jsonl' --timeout 9.0 --reproducible"
+    kept = {"output": "run 1", "resume": "old"}
+    assert what_is_left(given | kept, config.with_(**kept), "run 1/checkpoints/step-00000004") == [
+        "wrote     'run 1/steps.jsonl', 'run 1/checkpoints/step-00000004'",
+        f"go on     {begin} --output 'run 1' --steps 8 --resume 'run 1'",
+        f"export    {begin} --output 'run 1' --steps 4 --resume 'run 1' --export FOLDER",
+    ]
+    assert what_is_left(given, config.with_(export="tuned"), None) == [
+        "wrote     tuned",
+        "evaluate  lm_eval --model hf --model_args pretrained=tuned --tasks arc_easy",
+    ]
+    adapter = config.with_(export="tuned", lora=4)
+    assert what_is_left(given, adapter, None)[1].endswith("--model_args pretrained=m,peft=tuned --tasks arc_easy")
+
+
+@pytest.mark.thorough
+def test_the_last_lines_are_commands_that_run(
+    options: list[object], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """First the export of what was trained, then more steps, in the order of use."""
+    assert odc("train", *options, "--output", tmp_path / "out") == 0
+    lines = capfd.readouterr().out.splitlines()
+    (export,) = [shlex.split(line)[2:] for line in lines if line.startswith("export ")]
+    (more,) = [shlex.split(line)[2:] for line in lines if line.startswith("go on ")]
+    assert odc(*export[:-1], tmp_path / "tuned") == 0
+    assert (tmp_path / "tuned" / "config.json").is_file()
+    assert odc(*more[1:]) == 0
+    assert [step["step"] for step in steps_of(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_plan_is_short_for_an_arm(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
@@ -103,6 +103,22 @@ def test_both_hosts_name_the_rank_that_is_to_blame(sites: list[LaunchSite]) -> N
         assert len(error.failures) == 4
 
 
+def test_a_clean_exit_waits_for_the_other_host() -> None:
+    """The store may live in the process of the first, which the other still needs."""
+    store, stores, order = host_store(), cast(Any, dist), list[str]()
+
+    def host(number: int) -> None:
+        with HostTeam(number, 2, 2, "127.0.0.1", stores.PrefixStore("t", cast(Any, store).clone()), 60.0):
+            if number == 1:
+                time.sleep(0.5)
+                order.append("host 1 is done")
+        order.append("a host has left")
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(host, range(2)))
+    assert order == ["host 1 is done", "a host has left", "a host has left"]
+
+
 @pytest.mark.parametrize("wrong", [0, 1])
 def test_a_host_that_ends_is_not_waited_for(sites: list[LaunchSite], wrong: int) -> None:
     def run(team: HostTeam) -> None:
@@ -124,7 +140,7 @@ def test_hosts_with_unequally_many_ranks_are_refused(monkeypatch: pytest.MonkeyP
     for name, value in (environment | {"MASTER_PORT": "1", "MASTER_ADDR": "a"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{world} ranks on 2 hosts, {here} of them here: every host must start"):
-        HostTeam.of_torchrun()
+        HostTeam.of_launcher()
 
 
 AHEAD_NS = (0, 0, 5 * 10**12, 5 * 10**12)  # of each rank's clock

@@ -1,4 +1,6 @@
-"""The recipe for Ray of docs/launchers.md, as it stands: Ray starts actors again that kill themselves or raise."""
+"""The recipes for Ray: of docs/launchers.md, whose actors kill themselves or raise and are started again, and those of
+docs/clusters.md, whose ranks train what ranks of torchrun do.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.clusters import ClusterFolder, recipe
 from support.recovering import run, unequal
 
 pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: make test-integrations")
@@ -54,3 +57,28 @@ def test_ray_starts_actors_again(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "deaths").iterdir()} == {"0.3.clip", "1.5.begin"}
     results = [torch.load(tmp_path / "output" / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     assert not unequal(results, run(tmp_path / "undisturbed", RANKS))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+    """What ranks of torchrun return, by their number."""
+    folder, found = ClusterFolder(tmp_path_factory.mktemp("torchrun")), {}
+    for ranks in (2, 4):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        folder.run([*torchrun, "train.py"])
+        found[ranks] = folder.left()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("heading", "number"), [("Ray Train", "num_workers=2"), ("Ray actors", "world = 2")])
+def test_ranks_of_ray_train_as_those_of_torchrun(
+    heading: str, number: str, ranks: int, expected: dict[int, list[str]], tmp_path: Path
+) -> None:
+    folder, text = ClusterFolder(tmp_path), recipe(heading, "python")
+    assert text.count(number) == 1
+    text = text.replace("ray.init()\n", "").replace(number, number.replace("2", str(ranks)))
+    small = "import ray\nray.init(num_cpus=5, include_dashboard=False, object_store_memory=80 * 2**20)\n"
+    (tmp_path / "job.py").write_text(small + text)
+    folder.run(["python", "job.py"], [{"HOME": str(tmp_path)}])
+    assert folder.left() == expected[ranks]

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.net import JobStore, announce_failure, announce_process
+from odc.net import JobStore, announce_failure, announce_process, tcp
 from odc.net.tcp import own_address
 from odc.protocol import RankGrid
 from odc.runtime.linking import locate
@@ -53,8 +53,28 @@ def test_a_rank_that_does_not_come_up_is_named() -> None:
 
 def test_the_address_is_of_the_interface_that_the_store_is_reached_by() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        tcp = SimpleNamespace(host="127.0.0.1", port=listener.getsockname()[1])
-        assert own_address(SimpleNamespace(underlying_store=tcp)) == "127.0.0.1"
+        hosted = SimpleNamespace(host="127.0.0.1", port=listener.getsockname()[1])
+        assert own_address(SimpleNamespace(underlying_store=hosted)) == "127.0.0.1"
     assert own_address(None, "10.1.2.3") == "10.1.2.3"
     with pytest.raises(UnsupportedError, match=r"HashStore; set Settings\(address="):
         own_address(dist.HashStore())
+
+
+def test_a_name_that_means_loopback_on_its_own_host_is_none_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian writes `127.0.1.1 node1` into /etc/hosts of node1, and srun's first node is called so."""
+    node = SimpleNamespace(underlying_store=SimpleNamespace(host="node1", port=29500))
+    monkeypatch.setattr(tcp, "_ELSEWHERE", ("elsewhere", 9))
+    routes = {"node1": "127.0.1.1", "127.0.1.1": "127.0.1.1", "elsewhere": "10.0.0.7"}
+    monkeypatch.setattr(tcp, "_interface_towards", lambda host, port: routes[host])
+    assert own_address(node) == "10.0.0.7"
+    local = SimpleNamespace(underlying_store=SimpleNamespace(host="127.0.1.1", port=29500))
+    assert own_address(local) == "127.0.1.1", "who names loopback means it"
+
+    def no_route(host: str, port: int) -> str:
+        if host == "elsewhere":
+            raise OSError(101, "Network is unreachable")
+        return "127.0.1.1"
+
+    monkeypatch.setattr(tcp, "_interface_towards", no_route)
+    with pytest.raises(UnsupportedError, match=r"node1 is 127.0.1.1 here.*no default route.*Settings\(address="):
+        own_address(node)

@@ -16,6 +16,8 @@ ALLOWED = (
     # It runs elsewhere: in `make test-integrations`, or in the environment without the package.
     r"make test-integrations$|needs NIXL|make test-torch$",
     r"^verl is installed",
+    # A cluster's scheduler is no tool of the tests; what it sets is emulated in the tests beside.
+    r"^needs Slurm",
     # This torch cannot do it.
     r"FSDP2 of torch \S+ ignores grad_dtype|torch \S+ does not run a module of a unit alone",
     # No package index has a browser, and a network that loses all but one probe is luck.

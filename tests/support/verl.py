@@ -25,11 +25,13 @@ def import_verl(name: str = "verl") -> Any:
         return importlib.import_module(name)
 
 
-def save_tiny_model(folder: Path) -> None:
-    """A Qwen2 of two layers with random weights, and a tokenizer of words w0, w1, ... with a chat template."""
-    import torch
+def save_tiny_tokenizer(folder: Path) -> int:
+    """Of words w0, w1, ... with a chat template, in a folder beside the model's, whose type would decide on its class.
+
+    Returns the number of words.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "<end>", "<user>", "<assistant>"]
     vocab = {word: i for i, word in enumerate([*special, *(f"w{i}" for i in range(WORDS))])}
@@ -40,10 +42,19 @@ def save_tiny_model(folder: Path) -> None:
         "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }} <end> {% endfor %}"
         "{% if add_generation_prompt %}<assistant> {% endif %}"
     )
-    fast.save_pretrained(folder / "tokenizer")  # beside the model, whose type would decide on the tokenizer's class
+    fast.save_pretrained(folder / "tokenizer")
+    return len(vocab)
+
+
+def save_tiny_model(folder: Path) -> None:
+    """A Qwen2 of two layers with random weights, and a tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    words = save_tiny_tokenizer(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen2Config(vocab_size=len(vocab), num_key_value_heads=1, tie_word_embeddings=False, **sizes)
+    config = Qwen2Config(vocab_size=words, num_key_value_heads=1, tie_word_embeddings=False, **sizes)
     config._attn_implementation = "sdpa"
     Qwen2ForCausalLM(config).save_pretrained(folder)
 

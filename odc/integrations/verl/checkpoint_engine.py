@@ -12,8 +12,6 @@ in the actor's ranks, in the rollout's processes and in the driver.
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +22,11 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.utils.model import convert_weight_keys
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-from odc.errors import ConfigError, StaleVersionError, UnsupportedError
-from odc.handover import Reader, version, weight_handle
+from odc.errors import ConfigError, UnsupportedError
+from odc.handover import Reader, read_groups, version, weight_handle
 from odc.integrations.verl.engine import actor_here
 
-_ALIGNMENT = 16  # bytes, of a tensor's place among those of its group
 _NO_ACTOR = "rollout.checkpoint_engine.backend=odc needs actor_rollout_ref.actor.strategy=odc"
-Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -100,10 +96,8 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield all weights by verl's names, on the CPU, in the actor's compute dtype; while those of a group are used
-        the next group is read. A tensor is good until the second next group is read.
-
-        Raises StaleVersionError if the actor has published anew meanwhile; else as `odc.handover.Reader.read`.
+        """Yield all weights by verl's names, on the CPU, in the actor's compute dtype. A tensor is good until the
+        next is asked for. Waits, and raises, as `odc.handover.read_groups`.
         """
         published = self._published
         if published is None:
@@ -111,18 +105,7 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         for name, tensor in _as_verl(published.whole, published):
             yield name, tensor
         reader = self._reader_of(published.handle)
-        groups = groups_of(reader.shapes(), self._bucket)
-        rooms = [torch.empty(max(map(bytes_of, groups)), dtype=torch.uint8) for _ in range(2)]
-
-        def begin(number: int) -> asyncio.Task[dict[str, torch.Tensor]]:
-            into = laid_out(groups[number], rooms[number % 2])
-            return asyncio.create_task(asyncio.to_thread(_read, reader, into, published.version))
-
-        following = begin(0)
-        for number in range(len(groups)):
-            tensors = await following
-            if number + 1 < len(groups):
-                following = begin(number + 1)
+        for tensors in read_groups(reader, self._bucket, published.version):
             for name, tensor in _as_verl(tensors, published):
                 yield name, tensor
 
@@ -156,40 +139,6 @@ def _refuse(engine: Any) -> None:
     for what, there in refused.items():
         if there:
             raise UnsupportedError(f"rollout.checkpoint_engine.backend=odc does not export weights of {what}")
-
-
-def groups_of(shapes: Shapes, nbytes: int) -> list[Shapes]:
-    """The parameters in order, in groups of at most so many bytes, or of one parameter that is larger."""
-    groups: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
-    for name, one in shapes.items():
-        if not groups or bytes_of({**groups[-1], name: one}) > nbytes:
-            groups.append({})
-        groups[-1][name] = one
-    return list(groups)
-
-
-def bytes_of(group: Shapes) -> int:
-    """Of a room for the group, with the gaps between tensors."""
-    sizes = (math.prod(shape) * dtype.itemsize for shape, dtype in group.values())
-    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-
-
-def laid_out(group: Shapes, room: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Tensors of the group, one behind the other in `room` (uint8)."""
-    found, at = {}, 0
-    for name, (shape, dtype) in group.items():
-        size = math.prod(shape) * dtype.itemsize
-        found[name] = room[at : at + size].view(dtype).view(shape)
-        at += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return found
-
-
-def _read(reader: Reader, into: dict[str, torch.Tensor], wanted: int) -> dict[str, torch.Tensor]:
-    """`into`, filled with one version; groups of several versions would make a mixture."""
-    found, tensors = reader.read(into, at_least=wanted)
-    if found != wanted:
-        raise StaleVersionError(f"the actor has published version {found} while a rollout read version {wanted}")
-    return tensors
 
 
 def _as_verl(tensors: Mapping[str, torch.Tensor], published: Published) -> Iterator[tuple[str, torch.Tensor]]:

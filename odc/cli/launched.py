@@ -1,0 +1,92 @@
+"""What a command takes from the launcher that started it: torchrun, srun, or any other that `odc.launchers` knows."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from odc import launchers
+from odc.errors import ConfigError
+
+
+def under_launcher() -> str | None:
+    """The launcher that has started this process as one of several, or torchrun; None without."""
+    launched = launchers.find(os.environ)
+    if launched is None or (launched.launcher != launchers.TORCHRUN and launched.world == 1):
+        return None
+    return launched.launcher
+
+
+def join_launcher(given: dict[str, Any]) -> int:
+    """Ranks of the job that this process is to start: 0 without a launcher (all of them), 1 where it is one itself.
+
+    Sets torchrun's variables under any other launcher; of a process for several ranks they are those of the first.
+    `ranks` of `given` are those of the whole job. Raises ConfigError for what is missing.
+    """
+    launched = launchers.find(os.environ)
+    if launched is None:
+        return 0
+    if launched.launcher == launchers.TORCHRUN:
+        return 1
+    if launched.world == 1:
+        if launched.missing and "ranks" not in given:
+            print(f"odc: {launched.describe()}", file=sys.stderr, flush=True)
+        return 0
+    each = _ranks_each(launched, given.get("ranks"))
+    os.environ.update(launched.variables(each))
+    return each
+
+
+def _ranks_each(launched: launchers.Launched, ranks: int | None) -> int:
+    """Ranks that each process of `launched` stands for, of a job of `ranks`."""
+    if ranks is None and not launched.ranks_each:
+        raise ConfigError(
+            f"ranks: {launched.launcher} starts one process a host and does not say for how many ranks; name those of "
+            f"all {launched.hosts} hosts (--ranks)"
+        )
+    total = launched.ranks_each * launched.world if ranks is None else ranks
+    if total < launched.world or total % launched.world:
+        raise ConfigError(
+            f"ranks: {launched.launcher} has started {launched.world} processes, each for equally many ranks; --ranks "
+            f"must be {launched.world} or a multiple, not {total}"
+        )
+    return total // launched.world
+
+
+def given_by_launcher(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a job that torchrun's variables set: the ranks, and the ranks of a node where `given` has none."""
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return {"ranks": world} | ({"per_node": local} if 1 < local < world and "per_node" not in given else {})
+
+
+def refuse_launcher(what: str) -> None:
+    """Raise ConfigError where a launcher has started this process as one of several."""
+    if (launcher := under_launcher()) is not None:
+        raise ConfigError(f"{what} starts its own ranks, on one host; start it without {launcher}")
+
+
+def carry_out_job(workload: Any, each: int) -> Any | None:
+    """Runs `each` ranks of a job, as `join_launcher` counts them; returns the result of rank 0 where that is known.
+
+    A rank's error goes to torchrun, too. Several ranks of a host, with other hosts, cannot be started again.
+    """
+    from odc.experiments import job
+
+    if each == 0:
+        return job.run(workload)[0]
+    if each == 1:
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        run_rank: Callable[[Any], Any] = record(job.run_rank)
+        result = run_rank(workload)
+        return result if os.environ["RANK"] == "0" else None
+    if workload.restarts:
+        raise ConfigError(f"recover: {each} ranks of a process that the launcher starts are not started again")
+    from odc.experiments.hosts import HostTeam
+
+    with HostTeam.of_launcher(task="the job") as team:
+        workload.prepare()
+        results = job.launch_ranks(workload, team)
+        return results[0] if team.leads else None

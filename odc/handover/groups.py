@@ -1,0 +1,80 @@
+"""Reading all weights group by group, in bounded memory: for processes that load parameters one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from odc.errors import StaleVersionError
+from odc.handover.reader import Reader
+
+_ALIGNMENT = 16  # bytes, of a tensor's place among those of its group
+Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def read_groups(
+    reader: Reader, nbytes: int, version: int, names: Collection[str] | None = None
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield all parameters of exactly this version, or those of `names`: {name: whole CPU tensor in compute dtype}.
+
+    A group has at most `nbytes` bytes, or one larger parameter. While the caller uses a group the next is read, on a
+    thread, into other memory: tensors are good until the caller asks for the next group. Waits as `Reader.read` does;
+    nothing else may use the reader meanwhile.
+
+    Raises StaleVersionError if a newer version was published meanwhile (what was yielded before is of the older one);
+    ValueError if `names` has one that is not exported; else as `Reader.read`.
+    """
+    shapes = reader.shapes()
+    if names is not None:
+        if unknown := sorted(set(names) - shapes.keys()):
+            raise ValueError(f"not exported: {', '.join(unknown)}")
+        shapes = {name: one for name, one in shapes.items() if name in names}
+    groups = _groups_of(shapes, nbytes)
+    rooms = [torch.empty(max(map(_bytes_of, groups), default=0), dtype=torch.uint8) for _ in groups[:2]]
+    into = (_laid_out(group, rooms[number % 2]) for number, group in enumerate(groups))
+    with ThreadPoolExecutor(1, "odc reader") as thread:
+        reads = (thread.submit(_read, reader, one, version) for one in into)
+        following = next(reads, None)
+        while following is not None:
+            tensors, following = following.result(), next(reads, None)
+            yield tensors
+
+
+def _read(reader: Reader, into: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    found, tensors = reader.read(into, at_least=version)
+    if found != version:
+        raise StaleVersionError(f"version {found} was published while version {version} was read in groups")
+    return tensors
+
+
+def _groups_of(shapes: Shapes, nbytes: int) -> list[Shapes]:
+    """The parameters in order, in groups of at most so many bytes, or of one parameter that is larger."""
+    groups: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
+    for name, one in shapes.items():
+        if not groups or _bytes_of({**groups[-1], name: one}) > nbytes:
+            groups.append({})
+        groups[-1][name] = one
+    return list(groups)
+
+
+def _bytes_of(group: Shapes) -> int:
+    """Of a room for the group."""
+    return sum(_place(one) for one in group.values())
+
+
+def _place(one: tuple[tuple[int, ...], torch.dtype]) -> int:
+    """Bytes of a parameter's place, with the gap behind it."""
+    shape, dtype = one
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def _laid_out(group: Shapes, room: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tensors of the group, one behind the other in `room` (uint8)."""
+    found, at = {}, 0
+    for name, (shape, dtype) in group.items():
+        found[name] = room[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        at += _place((shape, dtype))
+    return found

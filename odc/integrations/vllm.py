@@ -1,0 +1,116 @@
+"""The backend `odc` for vLLM's weight transfer: each worker reads the training ranks' published shards.
+
+No rank gathers and none sends: training publishes, and a worker of vLLM copies from the ranks' memory, or reads from
+other hosts, and loads group after group. Installing odc registers the backend (entry point `vllm.general_plugins`):
+
+    llm = LLM(model, weight_transfer_config=WeightTransferConfig(backend="odc"))
+    llm.init_weight_transfer_engine({"init_info": {"handle": weight_handle(model)}})
+    ...                                                     # once a step, after model.publish() on the ranks
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"version": version(model)}})
+    llm.finish_weight_update()
+
+`weight_handle` and `version` are those of `odc.handover`, called on a rank. Names and shapes are those of the training
+model's state dict, as in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from odc.errors import ConfigError
+from odc.handover import Reader, read_groups
+
+try:
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+except ImportError as error:
+    raise ConfigError(f"odc.integrations.vllm needs a vLLM with weight transfer, 0.17 or newer: {error}") from error
+
+GROUP_BYTES = 256 << 20  #: read at once; a worker holds two groups in its host's memory
+
+
+def register() -> None:
+    """Make the backend known to vLLM; vLLM calls it in each of its processes."""
+    if "odc" not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine("odc", OdcWeightTransferEngine)
+
+
+@dataclass
+class OdcInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """The text of `odc.handover.weight_handle`, and how long a worker waits for a rank that makes no progress."""
+
+    handle: str
+    timeout_s: float = 600.0
+
+
+@dataclass
+class OdcUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """`version` is that of `odc.handover.version` after the ranks have published."""
+
+    version: int
+
+
+class OdcWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """In a worker of vLLM, whose model gets the weights. Not for draft models."""
+
+    init_info_cls, update_info_cls = OdcInitInfo, OdcUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._reader: Reader | None = None
+
+    def init_transfer_engine(self, init_info: OdcInitInfo) -> None:
+        """Attach to the job, again where it is another one. Waits for an answer of each rank."""
+        self.shutdown()
+        self._reader = Reader(init_info.handle, timeout_s=init_info.timeout_s)
+
+    def start_weight_update(self) -> None:
+        """Get the model ready to load a whole checkpoint anew."""
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Bring the model into the form in which it runs."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Read and load all weights of a version. Waits until every rank has published it.
+
+        Raises StaleVersionError if the ranks publish anew meanwhile; what `odc.handover.read_groups` and the model's
+        `load_weights` raise.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: OdcUpdateInfo) -> None:
+        """As `update_weights`, which parses the request; copies to a device may still be under way."""
+        if self._reader is None:
+            raise ConfigError("weights are to be updated before init_weight_transfer_engine has given a handle")
+        self.model.load_weights(self._weights(self._reader, update_info.version))
+
+    def _weights(self, reader: Reader, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for group in read_groups(reader, GROUP_BYTES, version):
+            yield from group.items()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # copies out of the group, which the next but one overwrites
+
+    def shutdown(self) -> None:
+        """Let go of the job. Idempotent."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Nothing is sent: `model.publish()` is all that training does."""

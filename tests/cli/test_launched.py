@@ -1,0 +1,224 @@
+"""`odc train` under launchers that are not torchrun: their variables, real processes, and a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from support.command import odc
+from support.slurm import Slurm, free_ports, need_slurm
+from support.tiny_job import tiny_job
+
+from odc.cli import launched
+from odc.cli.launched import join_launcher, refuse_launcher, under_launcher
+from odc.errors import ConfigError
+
+pytest.importorskip("typer", reason="needs the cli extra")
+pytest.importorskip("transformers", reason="needs the train extra")
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def tasks(count: int) -> list[dict[str, str]]:
+    """What srun sets for each task of a step on one node."""
+    step = {"SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(count)}
+    step |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": str(count), "SLURM_STEP_NODELIST": "n1"}
+    return [step | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in range(count)]
+
+
+def pods(count: int, **more: str) -> list[dict[str, str]]:
+    """What a TrainJob sets in each of its pods."""
+    job = {"PET_NNODES": str(count), "PET_MASTER_ADDR": "127.0.0.1", **more}
+    return [job | {"PET_NODE_RANK": str(pod), "JOB_COMPLETION_INDEX": str(pod)} for pod in range(count)]
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    job = tiny_job(tmp_path_factory.mktemp("job"))
+    options = ["--model", job.model, "--data", job.data, "--tokenizer", "bytes", "--max-tokens", "96"]
+    return [*options, "--minibatch-size", "6", "--steps", "3", "--lr", "1e-2", "--cache", str(job.cache)]
+
+
+def losses(output: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (output / "steps.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def expected(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the job whose ranks odc starts itself."""
+    output = tmp_path_factory.mktemp("expected") / "out"
+    assert odc("train", *options, "--ranks", 2, "--output", output) == 0
+    return losses(output)
+
+
+def together(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[tuple[int, str, str]]:
+    """(exit code, output, errors) of `python -m odc.cli` with each of the environments at once."""
+    base = {name: text for name, text in os.environ.items() if name not in LAUNCHERS}
+    base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "odc.cli", *map(str, command)],
+            env={**base, **one},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for one in environments
+    ]
+    try:
+        ended = [process.communicate(timeout=400) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
+
+
+def test_tasks_of_srun_train_as_ranks_do_that_odc_starts(
+    options: list[str], expected: list[float], tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    each = [one | {"MASTER_PORT": str(port)} for one in tasks(2)]
+    first, second = together(["train", *options, "--output", str(tmp_path / "out")], each)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert losses(tmp_path / "out") == pytest.approx(expected, rel=1e-5)
+    assert "step 3: loss" in first[1] and not second[1], "rank 0 prints the summary"
+
+
+@pytest.mark.thorough
+def test_a_pod_a_host_starts_the_ranks_of_its_host(options: list[str], expected: list[float], tmp_path: Path) -> None:
+    """Four ranks in two pods: the samples are those of two ranks, and so are the losses."""
+    (port,) = free_ports(1)
+    each = pods(2, PET_NPROC_PER_NODE="2", PET_MASTER_PORT=str(port))
+    first, second = together(["train", *options, "--output", str(tmp_path / "out")], each)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert losses(tmp_path / "out") == pytest.approx(expected, rel=1e-5)
+    assert "step 3: loss" in first[1] and not second[1]
+
+
+@pytest.mark.thorough
+def test_a_comparison_in_pods_is_written_by_the_first(options: list[str], tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    each = [one | {"MASTER_PORT": str(port)} for one in pods(2, PET_NPROC_PER_NODE="1")]
+    command = ["compare", *options, "--arms", "fsdp2,odc", "--output", str(tmp_path / "out")]
+    first, second = together(command, each)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    figures = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert figures["arms"].keys() == {"fsdp2", "odc"} and not second[1]
+    one, other = (figures["arms"][arm]["loss"]["steps"] for arm in ("fsdp2", "odc"))
+    assert other == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.thorough
+def test_grpo_under_srun(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    each = [one | {"MASTER_PORT": str(port)} for one in tasks(2)]
+    first, second = together(["grpo", "--steps", "2", "--prompts", "4", "--response-tokens", "8"], each)
+    assert (first[0], second[0]) == (0, 0), (first, second)
+    assert "step 2: reward" in first[1] and "step 2: reward" not in second[1]
+
+
+@pytest.mark.thorough
+def test_hosts_that_start_ranks_survive_no_deaths(options: list[str]) -> None:
+    ended = together(["train", *options, "--ranks", "4", "--recover", "1"], pods(2))
+    assert all(code == 2 and "recover: 2 ranks of a process" in errors for code, _, errors in ended), ended
+
+
+def test_what_is_missing_ends_the_command(options: list[str]) -> None:
+    ((code, _, errors),) = together(["train", *options], [pods(2)[1]])
+    assert code == 2 and "ranks: Indexed Job starts one process a host" not in errors
+    assert "ranks: TrainJob starts one process a host and does not say for how many ranks" in errors
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    need_slurm()
+    made = Slurm(tmp_path_factory.mktemp("slurm"))
+    yield made
+    made.close()
+
+
+def test_under_a_real_srun(slurm: Slurm, options: list[str], expected: list[float], tmp_path: Path) -> None:
+    path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    command = [sys.executable, "-m", "odc.cli", "train", *options, "--output", str(tmp_path / "out")]
+    printed = slurm.start(["srun", "-n", "2", *command], path).communicate(timeout=400)[0]
+    assert printed.count("step 3: loss") == 1, printed
+    assert losses(tmp_path / "out") == pytest.approx(expected, rel=1e-5)
+    look = "from odc.doctor.launcher import launcher; print(launcher())"
+    shown = slurm.start(["srun", "-n", "2", sys.executable, "-c", look], path).communicate(timeout=400)[0]
+    assert sorted(shown.splitlines()) == [
+        f"srun: 2 processes on 1 host, rank {rank}; nothing missing" for rank in (0, 1)
+    ]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The environment that this process's commands see."""
+    found: dict[str, str] = {}
+    monkeypatch.setattr(launched.os, "environ", found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("each", "given", "starts"),
+    [
+        ({}, {}, 0),
+        (tasks(4)[2], {}, 1),
+        (tasks(4)[2], {"ranks": 4}, 1),
+        (tasks(1)[0], {"ranks": 4}, 0),
+        (pods(2)[1], {"ranks": 2}, 1),
+        (pods(2)[1], {"ranks": 6}, 3),
+        (pods(2, PET_NPROC_PER_NODE="4")[1], {}, 4),
+        (pods(2, PET_NPROC_PER_NODE="4")[1], {"ranks": 2}, 1),
+        (pods(1, PET_NPROC_PER_NODE="4")[0], {}, 0),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, {"ranks": 7}, 1),
+    ],
+)
+def test_ranks_that_a_process_starts(
+    each: dict[str, str], given: dict[str, int], starts: int, environment: dict[str, str]
+) -> None:
+    environment.clear()
+    environment |= each
+    assert join_launcher(given) == starts
+    if starts and "RANK" not in each:
+        ranks = launched.given_by_launcher(given)["ranks"]
+        assert ranks == given.get("ranks", 4 * (1 + (starts == 4)))
+        assert int(environment["RANK"]) == starts * int(each.get("SLURM_PROCID", each.get("PET_NODE_RANK", 0)))
+
+
+@pytest.mark.parametrize(
+    ("each", "given", "message"),
+    [
+        (tasks(4)[2], {"ranks": 8}, "srun starts several processes a host"),
+        (tasks(4)[2], {"ranks": 6}, "--ranks must be 4 or a multiple, not 6"),
+        (pods(2)[0], {"ranks": 1}, "--ranks must be 2 or a multiple, not 1"),
+        (pods(2)[0], {}, "name those of all 2 hosts"),
+        (tasks(4)[2] | {"SLURM_LOCALID": ""}, {}, "srun: SLURM_LOCALID is not set"),
+    ],
+)
+def test_numbers_that_do_not_fit(
+    each: dict[str, str], given: dict[str, int], message: str, environment: dict[str, str]
+) -> None:
+    environment.clear()
+    environment |= each
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        join_launcher(given)
+
+
+def test_a_batch_script_is_warned_and_starts_its_own_ranks(
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment.clear()
+    environment |= {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}
+    assert join_launcher({"ranks": 4}) == 0 and not capsys.readouterr().err
+    assert join_launcher({}) == 0
+    assert "odc: Slurm: SLURM_NTASKS=4 without srun" in capsys.readouterr().err
+    refuse_launcher("odc compare-grpo")
+    environment |= tasks(2)[0]
+    assert under_launcher() == "srun"
+    with pytest.raises(ConfigError, match="odc compare-grpo starts its own ranks, on one host; start it without srun"):
+        refuse_launcher("odc compare-grpo")

@@ -1,0 +1,86 @@
+"""Weights read in groups: every parameter once, of one version, in two rooms that are used in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from support.handover_jobs import Job
+from support.members import BF16, F32, F64
+
+from odc.errors import StaleVersionError
+from odc.handover import Reader, read_groups
+
+#: Bytes of a group: w (48 whole elements, bf16: 96), b (30), v (2000), u (40, f64) and a scalar-sized one.
+LAYOUT = [[("w", 24, BF16), ("b", 8, BF16)], [("v", 250, F32)], [("u", 3, F64), ("s", 1, F32)]]
+
+
+@pytest.fixture
+def large() -> Iterator[Job]:
+    with Job(LAYOUT) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "groups"),
+    [
+        (1, [["u0.w"], ["u0.b"], ["u1.v"], ["u2.u"], ["u2.s"]]),
+        (100, [["u0.w"], ["u0.b"], ["u1.v"], ["u2.u", "u2.s"]]),
+        (150, [["u0.w", "u0.b"], ["u1.v"], ["u2.u", "u2.s"]]),
+        (1 << 20, [["u0.w", "u0.b", "u1.v", "u2.u", "u2.s"]]),
+    ],
+)
+def test_groups_hold_every_parameter_once_and_a_larger_one_alone(large: Job, nbytes: int, groups: object) -> None:
+    large.publish([1.5, 2.5])
+    found, tensors = [], dict[str, torch.Tensor]()
+    with Reader(large.handle) as source:
+        for group in read_groups(source, nbytes, 1):
+            found.append(list(group))
+            tensors |= {name: tensor.clone() for name, tensor in group.items()}
+        whole = source.read().tensors
+    assert found == groups
+    assert {name: (one.dtype, one.tolist()) for name, one in tensors.items()} == {
+        name: (one.dtype, one.tolist()) for name, one in whole.items()
+    }
+
+
+def test_a_group_is_not_overwritten_while_it_is_used(large: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next group has been read by then, wherever the thread ran."""
+    large.publish([1.5, 2.5])
+    reads: list[str] = []
+    read = Reader.read
+
+    def noted(self: Reader, into: dict[str, torch.Tensor], **options: int) -> object:
+        result = read(self, into, **options)
+        reads.extend(into)
+        return result
+
+    monkeypatch.setattr(Reader, "read", noted)
+    with Reader(large.handle) as source:
+        whole = read(source).tensors
+        names = list(whole)
+        for number, group in enumerate(read_groups(source, 1, 1)):
+            while len(reads) < min(number + 2, len(names)):
+                pass
+            assert {name: one.tolist() for name, one in group.items()} == {names[number]: whole[names[number]].tolist()}
+
+
+def test_only_what_was_asked_for(large: Job) -> None:
+    large.publish([1.0, 1.0])
+    with Reader(large.handle) as source:
+        assert [list(group) for group in read_groups(source, 150, 1, ["u2.s", "u0.w"])] == [["u0.w", "u2.s"]]
+        assert list(read_groups(source, 150, 1, [])) == []
+        with pytest.raises(ValueError, match=r"not exported: u0\.x"):
+            next(read_groups(source, 150, 1, ["u0.w", "u0.x"]))
+
+
+def test_a_mixture_of_versions_is_refused(large: Job) -> None:
+    large.publish([1.0, 1.0])
+    with Reader(large.handle) as source:
+        groups = read_groups(source, 1, 1)
+        next(groups)
+        next(groups)
+        large.publish([2.0, 2.0])
+        with pytest.raises(StaleVersionError, match="version 2 was published while version 1 was read in groups"):
+            list(groups)

