@@ -63,6 +63,12 @@ def load_critic(*given: Any, **named: Any) -> Any:
     return critic_of_verl(*given, **named)
 
 
+def build_lora(*given: Any, **named: Any) -> Any:
+    torch.manual_seed(0)  # and so are adapters
+    return lora_of_verl(*given, **named)
+
+
+lora_of_verl, FSDPEngine._build_lora_module = FSDPEngine._build_lora_module, build_lora
 critic_of_verl, verl.utils.model.load_valuehead_model = verl.utils.model.load_valuehead_model, load_critic
 one_forward, FSDPEngineWithLMHead.forward_step = FSDPEngineWithLMHead.forward_step, forward_step
 for engine in (FSDPEngine, OdcEngine):
