@@ -29,12 +29,19 @@ def doctor(
     ] = None,
     ranks: Annotated[int, Option(help="With --model: ranks, all in one mesh.")] = 8,
     hosts: Annotated[int, Option(help="With --model: hosts that they run on.")] = 1,
+    reach: Annotated[
+        bool, Option("--reach", help="Started on every host by the job's launcher: do all hosts reach each other?")
+    ] = False,
 ) -> None:
     """Look at driver, torch, Triton, NVSHMEM, shared memory, network and extras; say what is missing.
 
     Exit code 0: odc can run here (and everything of --need works); 1: it cannot, and the report says why.
     With --model: a table of memory, computed from the layout of the heap; nothing is allocated or looked at.
+    With --reach: host 0 prints all hosts and the ways between them; exit code 1 there if one does not work.
     """
+    if reach:
+        _print_reach()
+        return
     if model is not None:
         _print_ledger([name.strip() for name in model.split(",")], ranks, hosts)
         return
@@ -81,3 +88,31 @@ def _print_ledger(models: list[str], ranks: int, hosts: int) -> None:
 
     configs = {Path(name).stem if name.endswith(".json") else name: config_named(name) for name in models}
     Console().print(ledger_table(configs, ranks, hosts))
+
+
+def _print_reach() -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from odc.doctor.reach import look
+    from odc.settings import Settings
+
+    seen = look(Settings(timeout_s=120.0))
+    if seen is None:
+        return
+    hosts, ways = seen
+    places = Table("host", "rank", "name", "address", "interface", "MTU")
+    for one in hosts:
+        places.add_row(
+            str(one.number), str(one.rank), one.name, one.address, one.interface or "not known", str(one.mtu or "")
+        )
+    table = Table("from", "to", "round trip, ms", "MB/s", "")
+    for way in sorted(ways, key=lambda way: not way.wrong):  # what does not work comes first
+        figures = (f"{way.milliseconds:.2f}", f"{way.rate:.0f}") if not way.wrong else ("", "")
+        table.add_row(
+            str(way.source), str(way.target), *figures, f"[red]{escape(way.wrong)}[/red]" if way.wrong else "ok"
+        )
+    Console().print(places, table)
+    if any(way.wrong for way in ways):
+        raise Exit(1)
