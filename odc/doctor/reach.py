@@ -14,7 +14,6 @@ import json
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from odc.errors import ConfigError, OdcError
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor
 from odc.settings import Settings
+from odc.worker import in_background
 
 PURPOSE = "reach"
 _PINGS, _LARGE = 5, 256 << 10  # bytes there and back
@@ -108,16 +108,12 @@ def _listening(store: Any, rank: int, settings: Settings) -> Iterator[HostNetwor
     network = None
     try:
         network = HostNetwork(reactor, store, rank, settings)
-        network.expect(PURPOSE, lambda connection, rank: _in_background(connection))
+        network.expect(PURPOSE, lambda connection, rank: in_background("odc-echo", lambda: _echo(connection)))
         yield network
     finally:
         if network is not None:
             reactor.call(network.close)
         reactor.stop(10.0)
-
-
-def _in_background(connection: socket.socket) -> None:
-    threading.Thread(target=_echo, args=(connection,), name="odc-echo", daemon=True).start()
 
 
 def _echo(connection: socket.socket) -> None:
@@ -150,15 +146,13 @@ def _way(network: HostNetwork, mine: Host, other: Host) -> Way:
 def _there_and_back(connection: socket.socket, nbytes: int) -> float:
     """Seconds until so many bytes have come back."""
     begin = time.perf_counter()
-    sender = threading.Thread(target=_send, args=(connection, nbytes), daemon=True)
-    sender.start()
+    in_background("odc-reach", lambda: _send(connection, nbytes))
     left = nbytes
     while left:
         data = connection.recv(min(left, 1 << 16))
         if not data:
             raise ConnectionError("the other end has hung up")
         left -= len(data)
-    sender.join()
     return time.perf_counter() - begin
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from odc.errors import StaleVersionError
 from odc.handover.reader import Reader
+from odc.worker import Job, Worker
 
 _ALIGNMENT = 16  # bytes, of a tensor's place among those of its group
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -34,13 +34,25 @@ def read_groups(
         shapes = {name: one for name, one in shapes.items() if name in names}
     groups = _groups_of(shapes, nbytes)
     rooms = [torch.empty(max(map(_bytes_of, groups), default=0), dtype=torch.uint8) for _ in groups[:2]]
-    into = (_laid_out(group, rooms[number % 2]) for number, group in enumerate(groups))
-    with ThreadPoolExecutor(1, "odc reader") as thread:
-        reads = (thread.submit(_read, reader, one, version) for one in into)
-        following = next(reads, None)
-        while following is not None:
-            tensors, following = following.result(), next(reads, None)
+    worker = Worker("odc-reader")
+
+    def begin(number: int) -> Job[dict[str, torch.Tensor]]:
+        into = _laid_out(groups[number], rooms[number % 2])
+        job = Job(lambda: _read(reader, into, version))
+        worker.submit(job)
+        return job
+
+    following = begin(0) if groups else None
+    try:
+        for number in range(1, len(groups) + 1):
+            assert following is not None
+            tensors = following.wait()
+            following = begin(number) if number < len(groups) else None
             yield tensors
+    finally:
+        if following is not None:
+            following.cancel()  # the caller may close the reader
+        worker.close()
 
 
 def _read(reader: Reader, into: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:

@@ -84,3 +84,13 @@ def test_a_mixture_of_versions_is_refused(large: Job) -> None:
         large.publish([2.0, 2.0])
         with pytest.raises(StaleVersionError, match="version 2 was published while version 1 was read in groups"):
             list(groups)
+
+
+def test_a_caller_that_stops_may_close_the_reader(large: Job) -> None:
+    large.publish([1.0, 1.0])
+    for taken in range(3):
+        with Reader(large.handle) as source:
+            groups = read_groups(source, 1, 1)
+            for _ in range(taken):
+                next(groups)
+            groups.close()
