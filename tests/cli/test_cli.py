@@ -45,7 +45,9 @@ def test_train_launches_its_ranks_saves_and_exports(
         monkeypatch.setenv(name, _ENV[name])
     assert command.odc("train", *job, "--output", tmp_path / "out", "--export", tmp_path / "model") == 0
     out, err = capfd.readouterr()
-    assert re.fullmatch(r"step 2: loss \d\.\d{4}; .* tokens/s \(medians\); checkpoint .*step-00000002\n", out)
+    summary, *after = out.splitlines()
+    assert re.fullmatch(r"step 2: loss \d\.\d{4}; .* tokens/s \(medians\); checkpoint .*step-00000002", summary)
+    assert any(line.split()[0] == "wrote" for line in after) and str(tmp_path / "model") in out
     assert err.startswith("odc train: odc, 2 ranks, 2 steps\nodc train [")
     assert "Traceback" not in err and "Warning" not in err
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoints", "steps.jsonl"]
