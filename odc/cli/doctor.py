@@ -57,27 +57,69 @@ def doctor(
     if as_json:
         print(doctors.to_json(findings))
     else:
-        _print(findings, missing, uses, doctors.State.OK)
+        _print(findings, missing, uses)
     if missing:
         raise Exit(1)
 
 
-def _print(findings: Any, missing: Any, uses: list[str], well: str) -> None:
+def _print(findings: Any, missing: Any, uses: list[str]) -> None:
+    """One screen: what stands in the way, with advice, then every finding, each on a line, by what it is for."""
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
+
+    from odc.doctor import GROUPS
 
     wanted = "" if uses == ["run"] else f", with {', '.join(uses[1:])}"
     print(f"odc {'cannot run here' if missing else 'can run here'}{wanted}", flush=True)
     for finding in missing:
         print(f"  {finding.what}: {finding.found}\n    -> {finding.do}", flush=True)
-    made = Table("", "state", "found")
-    for finding in findings:
-        bad = finding.state != well
-        style = ("red" if finding in missing else "yellow") if bad else "green"
-        text = escape(finding.found) + (f"\n[bold]->[/bold] {escape(finding.do)}" if bad else "")
-        made.add_row(finding.what, f"[{style}]{finding.state}[/{style}]", text)
-    Console().print(made)
+    console = Console(highlight=False)
+    for title, kinds in GROUPS.items():
+        needs = ", ".join(kind for kind in kinds if kind != "run")
+        console.print(Text.assemble((title, "bold"), f" (--need {needs})"), **_CUT)
+        for finding in findings:
+            if finding.use in kinds and not finding.what.startswith("extra "):
+                console.print(_line(finding.state, f"{finding.what:14} {finding.found}", finding in missing), **_CUT)
+    others = {kind for kinds in GROUPS.values() for kind in kinds}
+    extras = [one for one in findings if one.what.startswith("extra ") or one.use not in others]
+    _print_extras(console, extras)
+    console.print("What to do about a line: odc doctor --need NAME; everything: odc doctor --json")
+
+
+_CUT: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"}
+
+
+def _line(state: str, text: str, needed: bool = False) -> Any:
+    from rich.text import Text
+
+    style = "green" if state == "ok" else "red" if needed else "yellow"
+    return Text.assemble("  ", (f"{state:7}", style), f" {text}")
+
+
+def _print_extras(console: Any, findings: list[Any]) -> None:
+    """The names of extras by state, what is broken and plugins on lines of their own, and once how to install one."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    from odc.errors import install
+
+    # An extra is its packages; what a plugin says where it works is worth a line.
+    whole = [
+        one for one in findings if one.state == "broken" or (one.state == "ok" and not one.what.startswith("extra "))
+    ]
+    console.print(Text.assemble(("Integrations and other extras", "bold"), " (--need NAME)"))
+    for state in ("ok", "absent"):
+        names = [one.what.removeprefix("extra ") for one in findings if one.state == state and one not in whole]
+        style = "green" if state == "ok" else "yellow"
+        if names:  # under each other, in as many lines as it takes
+            table = Table.grid(padding=(0, 1, 0, 0))
+            table.add_row(Text(f"  {state:7}", style), ", ".join(names))
+            console.print(table)
+    for one in whole:
+        console.print(_line(one.state, f"{one.what}: {one.found}"), **_CUT)
+    if any(one.state == "absent" for one in findings):
+        console.print(Padding(install("NAME"), (0, 0, 0, 10)))
 
 
 def _print_ledger(models: list[str], ranks: int, hosts: int) -> None:

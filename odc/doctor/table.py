@@ -21,6 +21,14 @@ USES = {
     "verl": "reinforcement learning with verl",
 }
 
+#: Uses that the report shows together; extras, which are all other uses, come last.
+GROUPS = {
+    "Run here": ("run", "loaders", "queue"),
+    "On GPUs": ("cuda", "nvshmem"),
+    "More speed": ("kernels",),
+    "On several hosts": ("launcher", "network", "rdma"),
+}
+
 
 @dataclass(frozen=True)
 class Check:

@@ -25,7 +25,44 @@ def test_what_is_optional_does_not_fail(monkeypatch: pytest.MonkeyPatch, capfd: 
     assert call(monkeypatch, [WELL, NO_GPU]) == 0
     printed = capfd.readouterr().out
     assert "odc can run here" in printed
-    assert "Linux [6.1]" in printed and "odc-fsdp[cli]" in printed, "brackets are no markup"
+    assert "Linux [6.1]" in printed, "brackets are no markup"
+    assert "odc-fsdp[cli]" not in printed, "advice is for what is needed"
+
+
+def test_it_fits_a_screen_and_says_what_each_line_is_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    checks = odc.doctor.all_checks()
+    states = [State.OK if number % 3 else State.ABSENT for number in range(len(checks))]
+    findings = [
+        Finding(check.what, state, "found " * 30, check.use, check.advice)
+        for check, state in zip(checks, states, strict=True)
+    ]
+    assert call(monkeypatch, findings) == 1
+    lines = capfd.readouterr().out.splitlines()
+    lines = lines[lines.index(next(line for line in lines if line.startswith("Run here"))) :]
+    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    titles = [line.split(" (")[0] for line in lines if line[0] != " "]
+    assert titles == [*odc.doctor.GROUPS, "Integrations and other extras", lines[-1]]
+    grouped = {use for uses in odc.doctor.GROUPS.values() for use in uses}
+    for check, state in zip(checks, states, strict=True):
+        name = check.what.removeprefix("extra ")
+        where = [line for line in lines[:-1] if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", line)]
+        assert where, name
+        own = check.use in grouped and not check.what.startswith("extra ")
+        assert not own or any(line.split()[0] == state for line in where), where
+    assert " ".join(" ".join(lines).split()).count("package index yet") == 1
+
+
+def test_an_extra_that_does_not_fit_is_shown_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    assert call(monkeypatch, [WELL, Finding("extra verl", State.BROKEN, "verl 0.8 is too old", "verl", "newer")]) == 0
+    printed = capfd.readouterr().out
+    assert "broken  extra verl: verl 0.8 is too old" in printed and "package index" not in printed
+    assert call(monkeypatch, [WELL, Finding("verl plugin", State.OK, "verl 0.9.1: strategy odc", "verl")]) == 0
+    assert "ok      verl plugin: verl 0.9.1: strategy odc" in capfd.readouterr().out
 
 
 def test_what_is_needed_does(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
