@@ -190,7 +190,6 @@ def main() -> None:
             for way, taken in times.items():
                 taken.append(pushed(pool, other, way, fast_s, owner_s))
         waits = answers(pool, owner_s)
-        pool.each(held_nothing)
     for way, taken in times.items():
         ratio = median(mine / base for mine, base in zip(taken, times[SHARED], strict=True))
         rows.append({"its peer": way, "median_s": median(taken), "least_s": min(taken), "times_idle_shared": ratio})
@@ -202,10 +201,6 @@ def main() -> None:
         fast_ms=given.fast_ms,
         owner_ms=given.owner_ms,
     )
-
-
-def held_nothing() -> None:
-    vars(held).clear()
 
 
 if __name__ == "__main__":

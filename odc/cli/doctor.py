@@ -89,11 +89,16 @@ def _print(findings: Any, missing: Any, uses: list[str]) -> None:
 _CUT: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis"}
 
 
+def _mark(state: str, needed: bool = False) -> Any:
+    from rich.text import Text
+
+    return Text(f"  {state:7}", "green" if state == "ok" else "red" if needed else "yellow")
+
+
 def _line(state: str, text: str, needed: bool = False) -> Any:
     from rich.text import Text
 
-    style = "green" if state == "ok" else "red" if needed else "yellow"
-    return Text.assemble("  ", (f"{state:7}", style), f" {text}")
+    return Text.assemble(_mark(state, needed), f" {text}")
 
 
 def _print_extras(console: Any, findings: list[Any]) -> None:
@@ -111,10 +116,9 @@ def _print_extras(console: Any, findings: list[Any]) -> None:
     console.print(Text.assemble(("Integrations and other extras", "bold"), " (--need NAME)"))
     for state in ("ok", "absent"):
         names = [one.what.removeprefix("extra ") for one in findings if one.state == state and one not in whole]
-        style = "green" if state == "ok" else "yellow"
         if names:  # under each other, in as many lines as it takes
             table = Table.grid(padding=(0, 1, 0, 0))
-            table.add_row(Text(f"  {state:7}", style), ", ".join(names))
+            table.add_row(_mark(state), ", ".join(names))
             console.print(table)
     for one in whole:
         console.print(_line(one.state, f"{one.what}: {one.found}"), **_CUT)

@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
-import os
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +21,14 @@ from odc import launchers
 from odc.errors import ConfigError, OdcError
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor
+from odc.net.store import store_of_hosts
+from odc.net.tcp import interface_of
 from odc.settings import Settings
 from odc.worker import in_background
 
 PURPOSE = "reach"
 _PINGS, _LARGE = 5, 256 << 10  # bytes there and back
 _LARGE_S = 10.0  # for those; a path that loses large packets delivers none
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ def look(settings: Settings) -> tuple[list[Host], list[Way]] | None:
     if launched.local_rank:
         return None
     me, others = launched.host, [(launched.host + step) % launched.hosts for step in range(1, launched.hosts)]
-    with _listening(_store(me, settings), launched.rank, settings) as network:
+    with _listening(store_of_hosts(me, settings.timeout_s), launched.rank, settings) as network:
         mine = Host(me, launched.rank, socket.gethostname(), network.address[0], *_interface(network.address[0]))
         _show(network, "host", me, dataclasses.astuple(mine))
         hosts = {me: mine} | {other: Host(*_await(network, "host", other)) for other in others}
@@ -89,16 +86,6 @@ def look(settings: Settings) -> tuple[list[Host], list[Way]] | None:
         for other in others:  # this process may host the store
             _await(network, "over", other)
     return [hosts[number] for number in sorted(hosts)], [way for number in sorted(ways) for way in ways[number]]
-
-
-def _store(host: int, settings: Settings) -> Any:
-    import torch.distributed as dist
-
-    stores: Any = dist
-    port, hosting = int(os.environ["MASTER_PORT"]), os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    options = {"timeout": timedelta(seconds=settings.timeout_s), "wait_for_workers": False}
-    store = stores.TCPStore(os.environ["MASTER_ADDR"], port, is_master=hosting and host == 0, **options)
-    return stores.PrefixStore(f"reach/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @contextlib.contextmanager
@@ -162,22 +149,15 @@ def _send(connection: socket.socket, nbytes: int) -> None:
 
 
 def _show(network: HostNetwork, what: str, host: int, value: Any) -> None:
-    network.store.set(f"{what}/{host}", json.dumps(value))
+    network.store.set(f"odc/reach/{what}/{host}", json.dumps(value))
 
 
 def _await(network: HostNetwork, what: str, host: int) -> Any:
     late = f"rank {network.rank}, waiting for host {host}: it has not looked around in {network.store.timeout_s:g} s"
-    return json.loads(network.store.await_key(f"{what}/{host}", late))
+    return json.loads(network.store.await_key(f"odc/reach/{what}/{host}", late))
 
 
 def _interface(address: str) -> tuple[str, int]:
     """Name and MTU of the interface that has an address; "" and 0 where there is none."""
-    name = next((name for _, name in socket.if_nameindex() if _address_of(name) == address), "")
+    name = interface_of(address) or ""
     return name, int((Path("/sys/class/net") / name / "mtu").read_text()) if name else 0
-
-
-def _address_of(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(any_socket, _GET_ADDRESS, struct.pack("256s", interface.encode()))
-        return socket.inet_ntoa(answer[20:24])
-    return ""

@@ -20,6 +20,7 @@ from odc.errors import ConfigError, OdcError
 from odc.experiments.launch import JobFailedError, LaunchSite, by_blame, launch
 from odc.experiments.results import JobResult
 from odc.net import Mailbox
+from odc.net.store import store_of_hosts
 from odc.trace import rank_file
 
 _PREPARE_S = 6 * 3600.0  # that hosts may differ in reading their data, before the first run
@@ -55,21 +56,15 @@ class HostTeam:
     @classmethod
     def of_launcher(cls, timeout_s: float = 600.0, task: str = "the comparison") -> HostTeam:
         """In a process with torchrun's variables. Raises ConfigError where hosts have unequally many ranks."""
-        import torch.distributed as dist
-
-        stores: Any = dist
-        names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_PORT")
-        number, count, per_host, world, port = (int(os.environ[name]) for name in names)
+        names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+        number, count, per_host, world = (int(os.environ[name]) for name in names)
         if world != count * per_host:
             raise ConfigError(
                 f"{world} ranks on {count} hosts, {per_host} of them here: every host must start equally many "
                 "(--nproc-per-node)"
             )
-        hosting = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and number == 0
-        options = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
-        store = stores.TCPStore(os.environ["MASTER_ADDR"], port, is_master=hosting, **options)
-        attempt = stores.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        return cls(number, count, per_host, os.environ["MASTER_ADDR"], attempt, timeout_s, task)
+        store = store_of_hosts(number, timeout_s)
+        return cls(number, count, per_host, os.environ["MASTER_ADDR"], store, timeout_s, task)
 
     @property
     def leads(self) -> bool:

@@ -65,9 +65,12 @@ def _read(reader: Reader, into: dict[str, torch.Tensor], version: int) -> dict[s
 def _groups_of(shapes: Shapes, nbytes: int) -> list[Shapes]:
     """The parameters in order, in groups of at most so many bytes, or of one parameter that is larger."""
     groups: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = []
+    left = 0
     for name, one in shapes.items():
-        if not groups or _bytes_of({**groups[-1], name: one}) > nbytes:
+        left -= _place(one)
+        if left < 0 or not groups:
             groups.append({})
+            left = nbytes - _place(one)
         groups[-1][name] = one
     return list(groups)
 

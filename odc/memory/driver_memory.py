@@ -90,8 +90,9 @@ def _mapped(handle: Any, nbytes: int, device: torch.device, *, writable: bool) -
         undo.callback(call, "cuMemUnmap", address, size)
         call("cuMemSetAccess", address, size, [access], 1)
         undo.pop_all()
-    memory = _Mapped(address, nbytes)
-    # Not at interpreter exit: daemonic threads may still use a view then, and the driver unmaps at the process's end.
+    memory = AtAddress(address, nbytes)
+    # The mapping ends with `memory`, but not at interpreter exit: daemonic threads may still use a view then, and the
+    # driver unmaps at the process's end.
     weakref.finalize(memory, _unmap, address, size, device, os.getpid()).atexit = False
     tensor = torch.as_tensor(memory, device=device)
     if tensor.data_ptr() != address:
@@ -99,8 +100,8 @@ def _mapped(handle: Any, nbytes: int, device: torch.device, *, writable: bool) -
     return tensor
 
 
-class _Mapped:
-    """What every tensor over a mapping holds; the mapping ends with it."""
+class AtAddress:
+    """Device memory, as torch takes it: what every tensor over it holds."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

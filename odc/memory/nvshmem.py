@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from odc.errors import HeapMemoryError, UnsupportedError, install
+from odc.memory.driver_memory import AtAddress
 from odc.memory.layout import round_up
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -135,7 +136,7 @@ class Library:
 
     def view(self, address: int, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] at an address of the slab, of this rank's or a peer's; not to be touched after `finalize`."""
-        return torch.as_tensor(_View(address, nbytes), device=self.device)
+        return torch.as_tensor(AtAddress(address, nbytes), device=self.device)
 
     def pointer(self, address: int, rank: int) -> int:
         """Where `rank` (global) has what this rank has at `address` of its slab; 0 where no pointer leads there."""
@@ -158,19 +159,6 @@ class Library:
         with _serial:
             core().finalize()
         _started = None
-
-
-class _View:
-    """Device memory, as torch takes it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "version": 3,
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-        }
 
 
 def started() -> Library | None:

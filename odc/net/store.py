@@ -21,6 +21,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 
 from odc.deadlines import (
@@ -271,6 +272,19 @@ def _hosting_rank() -> int | None:
 
 def _host() -> str:
     return "the launcher" if _hosting_rank() is None else "rank 0, unless a launcher does"
+
+
+def store_of_hosts(host: int, timeout_s: float) -> Any:
+    """Torch's store of one process a host, by the launcher's variables: hosted by the launcher, else by that of host 0.
+    What the launcher starts again does not find the keys of before.
+    """
+    import torch.distributed as dist
+
+    stores: Any = dist
+    port, hosting = int(os.environ["MASTER_PORT"]), _hosting_rank() is not None and host == 0
+    options = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
+    store = stores.TCPStore(os.environ["MASTER_ADDR"], port, is_master=hosting, **options)
+    return stores.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def attempt() -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import math
 import socket
@@ -18,6 +19,7 @@ from odc.errors import UnsupportedError
 from odc.net.store import store_address, underlying
 
 _MOST_PROBES = 120  # the kernel counts up to 127
+_SIOCGIFADDR = 0x8915
 _TIMEVAL = struct.Struct("ll")
 _ELSEWHERE = ("198.51.100.1", 9)  # of a network that is nowhere, so by the default route
 
@@ -54,6 +56,17 @@ def _interface_towards(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(there)  # of a datagram socket: chooses the interface, sends nothing
         return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 def bind(address: str, ports: tuple[int, int] | None = None) -> socket.socket:

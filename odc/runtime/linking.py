@@ -52,11 +52,12 @@ def parts_of(hosts: Sequence[str]) -> tuple[int, ...]:
     largest parts of equal size into which all hosts divide (4 where one has 8 members and one 4). Members of another
     part are reached as those of another host.
     """
-    size, found, numbers = math.gcd(*Counter(hosts).values()), list[tuple[str, int]](), dict[tuple[str, int], int]()
-    for at, host in enumerate(hosts):
-        found.append((host, hosts[:at].count(host) // size))
-        numbers.setdefault(found[-1], len(numbers))
-    return tuple(numbers[part] for part in found)
+    size, before, numbers = math.gcd(*Counter(hosts).values()), Counter[str](), dict[tuple[str, int], int]()
+    found = []
+    for host in hosts:
+        found.append(numbers.setdefault((host, before[host] // size), len(numbers)))
+        before[host] += 1
+    return tuple(found)
 
 
 def _await_host(store: JobStore, rank: int, me: int) -> str:

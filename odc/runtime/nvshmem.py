@@ -32,9 +32,8 @@ from odc.errors import (
 )
 from odc.memory import nvshmem
 from odc.memory.nvshmem import Library, SlabPiece
-from odc.net.engines.nixl import interface_of
 from odc.net.store import JobStore, host_identity, process_of, refuse_failure
-from odc.net.tcp import own_address
+from odc.net.tcp import interface_of, own_address
 from odc.runtime.daemon import process_status
 from odc.settings import Settings
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from odc.memory import device_links
+from odc.net.engines.connections import Answers, no_check
 from odc.net.engines.nixl import NixlEngine
 from odc.net.engines.pace import Pace
 
@@ -31,7 +32,8 @@ def read(into: Any, found: list[object], *states: str) -> None:
         return left.pop(0)
 
     engine._agent, engine._pace = SimpleNamespace(check_xfer_state=state), Pace()
-    answers = SimpleNamespace(rank=1, timeout_s=60.0, lost=lambda why: ValueError(why))
+    answers: Any = Answers(0, 1, 60.0, "memory", no_check)
+    answers.lost = lambda why: ValueError(why)
     assert engine._await(answers, object(), into, 0.0)
 
 

@@ -14,8 +14,7 @@ import torch
 from odc import Settings
 from odc.errors import OdcError, PeerLostError, WaitTimeoutError
 from odc.memory import nvshmem
-from odc.net.engines import Engine
-from odc.net.engines import nvshmem as room
+from odc.net.engines import Engine, connections
 from odc.net.engines.connections import Check
 from odc.net.engines.nvshmem import NvshmemEngine
 from odc.net.network import make_engine
@@ -64,7 +63,7 @@ class FakeLanes:
 def library(monkeypatch: pytest.MonkeyPatch) -> FakeLibrary:
     found = FakeLibrary()
     monkeypatch.setattr(nvshmem, "_started", found)
-    monkeypatch.setattr(room, "READ_CHECK_S", 0.01)
+    monkeypatch.setattr(connections, "READ_CHECK_S", 0.01)
     return found
 
 

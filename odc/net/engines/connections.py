@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from odc.deadlines import POOL_CHECK_S, Deadline
+from odc.deadlines import NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S, POOL_CHECK_S, READ_CHECK_S, Backoff, Deadline
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import close_after_fork
 from odc.net.engines.server import LENGTH, REFUSED
@@ -16,6 +18,8 @@ from odc.net.handshake import READER
 from odc.net.tcp import hang_up, set_for_reader
 
 _LEAST_PER_WAKE, _MOST_PER_WAKE = 1 << 16, 1 << 19  # bytes that come before a thread that reads is woken
+
+T = TypeVar("T")
 
 #: Raises if the job was aborted, given what this rank is doing.
 Check = Callable[[str], None]
@@ -49,6 +53,27 @@ class Answers:
         except BlockingIOError:
             return
         raise ConnectionError("it closed the connection" if not found else "it sent unexpected data")
+
+    def outcome(self, look: Callable[[], T | None], due: float = 0.0) -> T:
+        """What `look` finds, which finds None while a transfer goes on that nothing announces. Sleeps until the
+        transfer is `due` (`time.monotonic`); from then on, it polls. Raises as `refuse_dead`, what `check` raises, and
+        WaitTimeoutError after the timeout.
+        """
+        deadline, next_check = Deadline(self.timeout_s), Deadline(READ_CHECK_S)
+        backoff = Backoff(NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S)
+        while (found := look()) is None:
+            early = min(due - time.monotonic(), next_check.remaining())
+            if early > NIXL_FIRST_SLEEP_S:
+                time.sleep(early)
+            else:
+                backoff.sleep()
+            if next_check.passed():
+                next_check = Deadline(READ_CHECK_S)
+                self.refuse_dead()
+                self.check_on()
+                if deadline.passed():
+                    raise self.late()
+        return found
 
     def lost(self, why: object) -> PeerLostError:
         """The error of a read that found the other rank gone."""

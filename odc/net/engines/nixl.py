@@ -10,12 +10,10 @@ and UCX's TCP segments are small. What the environment sets for UCX stays.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import logging
 import os
 import secrets
-import socket
 import struct
 import threading
 import time
@@ -26,13 +24,13 @@ from typing import Any
 
 import torch
 
-from odc.deadlines import NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S, READ_CHECK_S, Backoff, Deadline
 from odc.errors import UnsupportedError, install
 from odc.memory import device_links
 from odc.net.engines.connections import Answers, Dial
 from odc.net.engines.engine import Engine
 from odc.net.engines.nearest import address_of, nearest_devices, rdma_devices
 from odc.net.engines.pace import Pace
+from odc.net.tcp import interface_of
 from odc.settings import LOST_AFTER_S, EngineName
 
 MODULES = ("nixl_cu13", "nixl_cu12")
@@ -46,7 +44,6 @@ _TCP_SETTINGS = {
 }
 _MOST_READS = 16  # of one rank at a time
 _DESCRIPTION = struct.Struct("!QQI4s")  # address, bytes, device, kind; NIXL's metadata follows
-_SIOCGIFADDR = 0x8915
 _log = logging.getLogger(__name__)
 
 
@@ -55,17 +52,6 @@ def installed() -> str | None:
     from importlib.util import find_spec
 
     return next((name for name in MODULES if find_spec(name) is not None), None)
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address; None if there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None
 
 
 def set_for_ucx(address: str) -> None:
@@ -221,20 +207,8 @@ class NixlEngine(Engine):
 
     def _await(self, answers: Answers, handle: Any, into: torch.Tensor, begun: float) -> bool:
         """Return when a transfer is done that was `begun` then. Sleeps until it is due; from then on, it polls."""
-        deadline, backoff = Deadline(answers.timeout_s), Backoff(NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S)
-        next_check, due = Deadline(READ_CHECK_S), self._pace.due(answers.rank, into.numel(), begun)
-        while (state := self._state(answers, handle)) == "PROC":
-            early = min(due - time.monotonic(), next_check.remaining())
-            if early > NIXL_FIRST_SLEEP_S:
-                time.sleep(early)
-            else:
-                backoff.sleep()
-            if next_check.passed():
-                next_check = Deadline(READ_CHECK_S)
-                answers.refuse_dead()
-                answers.check_on()
-                if deadline.passed():
-                    raise answers.late()
+        due = self._pace.due(answers.rank, into.numel(), begun)
+        state = answers.outcome(lambda: self._ended(answers, handle), due)
         if state != "DONE":
             raise answers.lost(f"NIXL says {state}")
         self._pace.ended(answers.rank, into.numel(), begun)
@@ -242,9 +216,11 @@ class NixlEngine(Engine):
             device_links.flush_writes(into.device)
         return True
 
-    def _state(self, answers: Answers, handle: Any) -> str:
+    def _ended(self, answers: Answers, handle: Any) -> str | None:
+        """The state in which a transfer has ended; None while it goes on."""
         with _failing(answers):
-            return str(self._agent.check_xfer_state(handle))
+            state = str(self._agent.check_xfer_state(handle))
+        return None if state == "PROC" else state
 
     @contextlib.contextmanager
     def _registration_of(self, into: torch.Tensor) -> Iterator[None]:

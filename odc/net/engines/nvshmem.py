@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from odc.deadlines import NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S, READ_CHECK_S, Backoff, Deadline
 from odc.memory import Lanes, nvshmem
 from odc.memory.cuda import CudaLanes
 from odc.net.engines.connections import Answers, Dial
@@ -82,17 +81,7 @@ class NvshmemEngine(Engine):
 
     def _await(self, answers: Answers, lanes: Lanes, arrived: object) -> bool:
         """Return once a mark is reached."""
-        deadline, next_check = Deadline(answers.timeout_s), Deadline(READ_CHECK_S)
-        backoff = Backoff(NIXL_FIRST_SLEEP_S, NIXL_LONGEST_SLEEP_S)
-        while not lanes.reached(arrived):
-            backoff.sleep()
-            if next_check.passed():
-                next_check = Deadline(READ_CHECK_S)
-                answers.refuse_dead()
-                answers.check_on()
-                if deadline.passed():
-                    raise answers.late()
-        return True
+        return answers.outcome(lambda: lanes.reached(arrived) or None)
 
     @contextlib.contextmanager
     def _lane(self) -> Iterator[str]:
