@@ -123,7 +123,7 @@ bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.gpu_train --results $(RESULTS) || code=1;) \
 	exit $$code
 
-figures: $(READY) .venv-integrations/.ready  ## take all figures of README and docs/ again and write the pages (root, clean tree, quiet machine; 45 minutes)
+figures: $(READY) .venv-integrations/.ready .venv-trl/.ready .venv-nixl/.ready  ## take all figures of README and docs/ again and write the pages (root, clean tree, quiet machine; an hour)
 	@$(ON_CPU) $(BIN)/python -m bench.figures $(ARGS)
 
 lint: $(READY)  ## check style and types

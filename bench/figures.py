@@ -1,6 +1,6 @@
 """Takes every figure that README and docs/ quote again, at this commit, then writes the pages: `make figures`.
 
-Run as root on a machine with nothing else to do, with a clean tree; it takes about 52 minutes on two cores. A step
+Run as root on a machine with nothing else to do, with a clean tree; it takes about an hour on two cores. A step
 whose results are stored at this commit already is skipped, so a run that was ended goes on where it was. Before each
 step it waits, `SETTLE_S` at most, until the load of the one before has died down. A step that fails does not end the
 run; those that failed are listed at the end, and the exit code is 1. Pages are not code: they may change meanwhile.
@@ -41,8 +41,9 @@ class FigureStep:
         return [str(python) if python.exists() else sys.executable, "-m", *shlex.split(self.command)]
 
 
-def _bench(name: str, options: str = "", *stores: str) -> FigureStep:
-    return FigureStep(" ".join(f"bench.{name} {options} --results bench/results".split()), stores or (name,))
+def _bench(name: str, options: str = "", *stores: str, overlay: str = ".venv") -> FigureStep:
+    words = f"bench.{name} {options} --results bench/results".split()
+    return FigureStep(" ".join(words), stores or (name,), overlay)
 
 
 def _pytest(*names: str, overlay: str = ".venv") -> FigureStep:
@@ -60,6 +61,8 @@ STEPS = (
     _bench("emulated", "--regime longalign --steps 2 --scale 0.3", "emulated_longalign"),
     _bench("hosts"),
     _bench("simulated_hosts", "", "simulated_hosts", "hosts_bytes"),
+    _bench("changes", overlay=".venv-trl"),
+    _bench("landings", overlay=".venv-nixl"),
     _bench("emulated", "--regime swe-smith --steps 2 --scale 0.08", "emulated_swe_smith"),
     _pytest("fetch", "push", "overlap", "pieces", "inputs"),
     _bench("split", "--regime longalign --counts 1 4 --steps 1 --seconds 9", "split_longalign"),
