@@ -7,9 +7,9 @@ A Qwen2 of 36M parameters, in bf16 with fp32 shards, is trained on the sources o
 steps at a high rate, then at each rate of the table, by AdamW. Every arm trains a model of its own, and all take their
 steps in turn. `whole` is Settings(changes="off"), which reads every shard anew; `changes` packs always, `auto` where it
 expects to be faster, and `int8` packs always and has sums cross by sums_dtype="int8". `lora` trains adapters of rank
-16 alone, beside `lora-whole`.
+16 alone, beside `lora-whole`; `lora-int8` has sums cross as `int8` does.
 
-"weights" are the bytes that a host sends in the step less those of the sums, which are the same in all arms but `int8`.
+"weights" are the bytes that a host sends in the step less those of the sums, where those cross in fp32.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are
 
 RATES = (1e-6, 1e-5, 1e-4)
 ARMS = ("whole", "changes", "auto", "int8")
-LORA = ("lora-whole", "lora")
-_SHAPE = {
+LORA = ("lora-whole", "lora", "lora-int8")
+SHAPE = {
     "hidden_size": 512,
     "intermediate_size": 2048,
     "num_hidden_layers": 8,
@@ -54,7 +54,7 @@ class Trained:
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
         torch.manual_seed(0)
-        self.model: Any = Qwen2ForCausalLM(Qwen2Config(**_SHAPE))
+        self.model: Any = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
         if arm.startswith("lora"):
             from peft import LoraConfig, get_peft_model
 
@@ -62,7 +62,7 @@ class Trained:
             self.model = get_peft_model(self.model, LoraConfig(r=_RANK, target_modules=targets)).base_model.model
         self._ids, self._tokens, self._step = ids, tokens, 0
         changes: Any = {"whole": "off", "lora-whole": "off", "changes": "on", "int8": "on"}.get(arm, "auto")
-        sums: Any = "int8" if arm == "int8" else "accumulator"
+        sums: Any = "int8" if arm.endswith("int8") else "accumulator"
         settings = Settings(
             changes=changes, sums_dtype=sums, trace=False, check_protocol=False, engine="sockets", address=address
         )
@@ -111,7 +111,7 @@ def text() -> torch.Tensor:
     from odc.experiments.data.sources import read_source, stdlib_source
 
     documents = read_source(stdlib_source())
-    tokenizer = cached_bpe(documents, _SHAPE["vocab_size"], Path("runs/cache"))
+    tokenizer = cached_bpe(documents, SHAPE["vocab_size"], Path("runs/cache"))
     return torch.cat([torch.from_numpy(tokenizer.encode(str(one.content))) for one in documents[:400]])
 
 
@@ -154,7 +154,7 @@ def _row(
         "arm": arm,
         "MB out": out / 1e6,
         "out of whole": out / base_out,
-        "weights of whole": "" if arm == "int8" else max(0.0, out - sums) / whole,
+        "weights of whole": "" if arm.endswith("int8") else max(0.0, out - sums) / whole,
         "seconds": seconds,
         "seconds of whole": seconds / base_s,
         "CPU of whole": computed / base_cpu,

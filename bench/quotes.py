@@ -241,6 +241,50 @@ def _over(seconds: Mapping[str, float], arm: str, rival: str) -> str:
 
 
 @_quote
+def changes() -> Figures:
+    """By arm, the fastest over the limited link first; of each rate in turn."""
+    result = stored("changes")
+    limited, free = dict.fromkeys(row["link"] for row in result["rows"])
+    rates = list(dict.fromkeys(row["learning rate"] for row in result["rows"]))
+
+    def of(arm: str, link: str, key: str) -> list[float]:
+        found = (find(result, **{"arm": arm, "link": link, "learning rate": rate}) for rate in rates)
+        return [float(row[key]) for row in found]
+
+    def each(arm: str, link: str, key: str) -> str:
+        return " / ".join(f"{value:.2f}" for value in of(arm, link, key))
+
+    arms = sorted({row["arm"] for row in result["rows"]}, key=lambda arm: of(arm, limited, "seconds"))
+    lines = [
+        {
+            "arm": arm,
+            "out": each(arm, limited, "out of whole"),
+            "limited": each(arm, limited, "seconds of whole"),
+            "free": each(arm, free, "seconds of whole"),
+            "cpu": each(arm, free, "CPU of whole"),
+        }
+        for arm in arms
+    ]
+    base, whole = of("whole", free, "seconds"), of("whole", limited, "seconds")
+    remain = {
+        arm: " / ".join(
+            f"{(slow - rest) / (longest - rest):.2f}"
+            for slow, rest, longest in zip(of(arm, limited, "seconds"), base, whole, strict=True)
+        )
+        for arm in ("changes", "int8")
+    }
+    return result | {"rows": lines, "rates": " / ".join(f"{rate:g}" for rate in rates), "remain": remain}
+
+
+@_quote
+def recovery() -> Figures:
+    result, hosts_ = stored("recovery"), stored("recovery_hosts")
+    ways = [row for row in result["rows"] if "lost_s" in row]
+    kept = [row for row in result["rows"] if "kept_over_not" in row]
+    return result | {"ways": ways, "kept": kept, "host": hosts_["rows"][0], "buddies": hosts_["rows"][1]}
+
+
+@_quote
 def hosts_simulated() -> Figures:
     result, lines = stored("simulated_hosts"), []
     arms = list(dict.fromkeys(row["arm"] for row in result["rows"]))

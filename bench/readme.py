@@ -1,4 +1,4 @@
-"""Writes the figures that the README and docs/ quote, and docs/hosts.svg: `python -m bench.readme`.
+"""Writes the figures that the README and docs/ quote, and the pictures of docs/ made of them: `python -m bench.readme`.
 
 A page holds a quote between `<!-- figures:NAME -->` and `<!-- figures:end -->`. The words of a quote stand in
 bench/quotes.md under `## NAME`, with a replacement field (as of `str.format`) for each figure; `bench.quotes` takes the
@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bench import hosts_picture, quotes
+from bench import changes_picture, hosts_picture, quotes
 from odc.bench.report import table
 
 ROOT = Path(__file__).parent.parent
@@ -79,7 +79,8 @@ def write() -> None:
     """Writes all pages and the picture."""
     for page in PAGES:
         page.write_text(replaced(page.read_text(encoding="utf-8")), encoding="utf-8")
-    hosts_picture.PICTURE.write_text(hosts_picture.svg(), encoding="utf-8")
+    for picture in (hosts_picture, changes_picture):
+        picture.PICTURE.write_text(picture.svg(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.host_arms import Work
 from bench.script import Script
 from bench.stored import Result, find, load
+from bench.stored import rows as rows_with
 from odc.simulate import Cluster, Model, Step, StepResult, Unit, simulate
 
 NAME, BYTES = "simulated_hosts", "hosts_bytes"
@@ -31,7 +33,6 @@ _FRAME = 1448 / 1514  # payload of TCP in a full frame
 _GBIT = 1e9 / 8
 _EXCHANGE = Work("exchange", 2, 2)
 _UNIT = 4.0 * _EXCHANGE.side**2  # bytes
-_CHANGED = {"whole": 1.0, "changed, lr 1e-4": 0.25, "changed, lr 1e-5": 0.068, "changed, lr 1e-6": 0.024}
 _SUMS = {"fp32": 4.0, "bf16": 2.0}  # bytes
 _MODEL = Model((Unit(_UNIT, _UNIT, 1 / _EXCHANGE.units),) * _EXCHANGE.units)
 
@@ -40,7 +41,9 @@ def main() -> None:
     title = "Seconds of a minibatch on several hosts: simulated, and measured by bench.hosts"
     script = Script(__doc__)
     script.store(NAME, title, rows(load("hosts")))
-    script.store(BYTES, "Bytes of a parameter that leave one of two hosts in a minibatch: simulated", bytes_rows())
+    shares = changed_shares(load("changes"))
+    title = "Bytes of a parameter that leave one of two hosts in a minibatch: simulated"
+    script.store(BYTES, title, bytes_rows(shares))
 
 
 @dataclass(frozen=True)
@@ -116,10 +119,19 @@ def predicted(row: Result, costs: Costs) -> StepResult:
     )
 
 
-def bytes_rows() -> list[dict[str, Any]]:
+def changed_shares(changes: Result) -> dict[str, float]:
+    """What part of the weights' bytes crosses, as `bench.changes` has measured it: at every rate, of the arm that
+    always sends changes.
+    """
+    link = changes["rows"][0]["link"]
+    rates = (row for row in rows_with(changes, link=link, arm="changes"))
+    return {"whole": 1.0, **{f"changed, lr {row['learning rate']:g}": row["weights of whole"] for row in rates}}
+
+
+def bytes_rows(shares: Mapping[str, float]) -> list[dict[str, Any]]:
     """By arm, what crosses of the weights, and the dtype of sums: bytes a parameter."""
     found = []
-    for weights, share in _CHANGED.items():
+    for weights, share in shares.items():
         for sums, nbytes in _SUMS.items():
             cluster = Cluster(4, 2, node_cache=True, changed=share)
             out = _out(Step(cluster, Model((Unit(2.0, 2.0, 1.0),), accumulator=nbytes / 2), [[0.0]] * 4, "on demand"))

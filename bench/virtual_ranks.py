@@ -1,8 +1,9 @@
-"""Ranks of one host in virtual time: odc's host code over lanes that are clocks. See `bench.virtual_step`.
+"""Ranks in virtual time: odc's host code over lanes that are clocks. See `bench.virtual_step`.
 
 Of each rank these threads run as they are: the sender (`Sender`, `Pusher`, `DeviceRoute`, the rings), the fetch thread
-(`Fetcher`, `PublishedShards.fetch`) and the daemon's drains (`Service`, `DeviceDrain`), over real words. The training
-thread calls them as the hooks of a sharded model do. Data is addresses without memory, and a mover asks for time.
+(`Fetcher`, `PublishedShards.fetch`) and the daemon's drains (`Service`, `DeviceDrain`), over real words; on several
+hosts also what reads ahead (`NodeCache`), the sums that leave (`EarlySums`) and the `Links`. The training thread calls
+them as the hooks of a sharded model do. Data is addresses without memory, and a mover asks for time.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from unittest.mock import patch
 import torch
 
 from bench.stand_in import CPU, untouched
+from bench.virtual_hosts import VirtualEngine, VirtualLink, VirtualNics, Wires
 from bench.virtual_time import VirtualLanes, VirtualTime
 from odc import deadlines, worker
 from odc.bench.alone import Members
 from odc.fsdp.fetcher import Fetch, Fetcher
 from odc.fsdp.sender import Sender
-from odc.protocol import Gradient, Outcome, UnitSpec, layout
+from odc.hosts import heaps, links
+from odc.hosts.links import Links
+from odc.memory import Words
+from odc.protocol import Gradient, HeapLayout, Outcome, UnitSpec, layout
 from odc.settings import Settings
 
-TRAINS, SENDS, FETCHES, SERVES = "trains", "odc-send", "odc-fetch", "odc-server"
+TRAINS, SENDS, FETCHES, SERVES, WIRE = "trains", "odc-send", "odc-fetch", "odc-server", "wire"
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,9 @@ class Costs:
 
     engine: float = 380e9  # the copy engine, one way, from or to all peers together
     memory: float = 2.5e12  # HBM, reads and writes
+    nic: float = 50e9  # of a rank's own NIC, one way
+    wire: float = 10e-6  # seconds of a message between hosts, one way
+    read: float = 60e-6  # host, of a read from another host, on whichever thread does it
     fetch: float = 80e-6  # of a unit, on the fetch thread
     push: float = 110e-6  # on the sender
     drain: float = 60e-6  # on the daemon, of what all peers have pushed of a unit
@@ -76,6 +84,13 @@ class VirtualMover:
 
     def add_part(self, values: Any, numels: Sequence[int], offsets: object, shard: int, total: torch.Tensor) -> None:
         self._lanes.ask(sum(numels) * (values[0].itemsize + 2 * total.itemsize) / self._costs.memory)
+
+    def accumulate_all(self, values: Any, numels: Sequence[int], offsets: object, places: Sequence[object]) -> None:
+        """Atomic adds into fp32 sums of this host's ranks, of which one is this rank's: over the links to the others,
+        at the rate of copies.
+        """
+        self._host(self._costs.push)
+        self._lanes.ask(4 * sum(numels) * len(places) / self._costs.engine)
 
     def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
         self._host(self._costs.drain)
@@ -128,7 +143,10 @@ class Figures:
 
 
 class VirtualRanks:
-    """All ranks of a host over `units`. `jobs[rank]` are its microbatches, each a sequence of `Used`."""
+    """All ranks of `hosts` over `units`. `jobs[rank]` are its microbatches, each a sequence of `Used`.
+
+    Over hosts an epoch that fetches each unit once comes before the step: ranks learn in which order to read ahead.
+    """
 
     def __init__(
         self,
@@ -136,8 +154,9 @@ class VirtualRanks:
         jobs: Sequence[Sequence[Sequence[Used]]],
         costs: Costs,
         make_lanes: Callable[[VirtualTime], VirtualLanes] = VirtualLanes,
+        hosts: int = 1,
     ) -> None:
-        self._units, self._jobs, self._costs, ranks = units, jobs, costs, len(jobs)
+        self._units, self._jobs, self._costs, self._hosts, ranks = units, jobs, costs, hosts, len(jobs)
         self.time = time = VirtualTime()
         self.lanes = [make_lanes(time) for _ in range(ranks)]
         self._interpreter = [0.0] * ranks  # when each process's lock is free
@@ -154,16 +173,37 @@ class VirtualRanks:
         time, units, ranks = self.time, self._units, len(self._jobs)
         threads, queues = time.primitives()
         clock = SimpleNamespace(sleep=time.sleep, monotonic=time.now)
-        for module, name, made in (
+
+        def wait_at_least(words: Words, i: int, value: int, timeout_s: float) -> None:
+            time.poll(lambda: words.load(i) >= value, timeout_s)
+
+        for place, name, made in (
             (deadlines, "time", clock),
+            (links, "time", clock),
+            (links, "HostLink", VirtualLink),
+            (heaps, "threading", threads),
+            (Words, "wait_at_least", wait_at_least),
             (worker, "threading", threads),
             (worker, "queue", queues),
             (layout, "mover_for", self._mover),
         ):
-            self._patches.enter_context(patch.object(module, name, made))
+            self._patches.enter_context(patch.object(place, name, made))
         self._bells = [queues.SimpleQueue() for _ in range(ranks)]
-        settings = Settings(trace=False)
-        self._members = Members(CPU, self.lanes.__getitem__, settings, ranks, units, untouched, self._notify)
+        self.nics = VirtualNics(time, ranks, self._costs.nic, self._costs.wire)
+        self._wires = Wires(time, queues.SimpleQueue, self._costs.wire, self._bells)
+        numbers = tuple(rank * self._hosts // ranks for rank in range(ranks)) if self._hosts > 1 else ()
+        self._members = Members(
+            CPU,
+            self.lanes.__getitem__,
+            Settings(trace=False),
+            ranks,
+            units,
+            untouched,
+            self._notify,
+            numbers,
+            self._across if numbers else None,
+        )
+        self._connect()
         sizes = [[(ranks * param.nbytes, param.dtype) for param in unit.params] for unit in units]
         self._params = [[_Param(*size) for size in unit] for unit in sizes]
         self._gradients = [
@@ -172,6 +212,17 @@ class VirtualRanks:
 
     def _mover(self, settings: Settings, device: torch.device, own: int) -> VirtualMover:
         return VirtualMover(self.time, self.lanes[own], self._costs, functools.partial(self._host, own))
+
+    def _across(self, layout: HeapLayout) -> tuple[Any, Links]:
+        """What a member reads from other hosts with, and its links there."""
+        me = layout.grid.me
+        return VirtualEngine(self.nics, me, lambda: self._host(me, self._costs.read)), Links(layout, _lost)
+
+    def _connect(self) -> None:
+        """Link the hosts."""
+        for end in self._members.endpoints:
+            for partner in end.grid.partners:
+                self._wires.connect(end.grid.me, partner, end.protocol.sink, end.summed())  # type: ignore[arg-type]
 
     def _notify(self, member: int) -> None:
         self._bells[member].put(None)
@@ -188,6 +239,7 @@ class VirtualRanks:
             for rank in range(len(self._jobs)):
                 self._name_waits(rank)
                 self.time.start(rank, SERVES, functools.partial(self._serve, rank))
+                self.time.start(rank, WIRE, functools.partial(self._wires.run, rank))
                 self.time.start(rank, TRAINS, functools.partial(self._train, rank))
             self.time.run(lambda: self._ended == len(self._jobs), limit_s)
             for actor in self.time.actors:
@@ -217,19 +269,24 @@ class VirtualRanks:
     def _serve(self, rank: int) -> None:
         service, bell = self._members.services[rank], self._bells[rank]
         while True:
-            bell.get()
+            read = bell.get()  # of a link, or None
+            if read is not None:
+                read()
             while service.drain():
                 pass
 
     def _train(self, rank: int) -> None:
         time, lanes, end, mine = self.time, self.lanes[rank], self._members.endpoints[rank], self.figures[rank]
         fetcher, sender = Fetcher(end.shards, 1, lanes), Sender(end.pusher, overlap=True, lanes=lanes)
+        if self._hosts > 1:
+            self._learn(rank, fetcher)
         end.protocol.await_end_of_epoch()
-        end.shards.publish(self._members.shards, [True] * len(self._units))
-        end.protocol.await_published(end.grid.others())
-        mine.begin = lanes.free["compute"] = time.now()
-        for microbatch in self._jobs[rank]:
-            self._microbatch(rank, microbatch, fetcher, sender)
+        began = time.now()
+        self._publish(rank)
+        lanes.free["compute"] = time.now()
+        mine.begin = time.now() - began
+        for number, microbatch in enumerate(self._jobs[rank], start=1):
+            self._microbatch(rank, microbatch, fetcher, sender, last=number == len(self._jobs[rank]))
         computed = lanes.free["compute"]
         sender.flush()
         end.done(Outcome.TRAINED)
@@ -237,15 +294,37 @@ class VirtualRanks:
         with time.waiting(f"rank {rank} for the last rank to be done"):
             end.protocol.await_done(end.protocol.epoch)
         met = max(time.now(), computed)
-        end.protocol.await_accumulated()
-        end.reduction.complete([True] * len(self._units))
-        lanes.ask(2 * sum(unit.accumulator_bytes for unit in self._units) / self._costs.memory)
-        lanes.settle()
-        mine.posted = posted
-        mine.end, mine.waiting, mine.sums, mine.step = posted - computed, met - posted, time.now() - met, time.now()
+        self._sum_up(rank)
+        mine.posted, mine.end, mine.waiting = posted - began, posted - computed, met - posted
+        mine.sums, mine.step = time.now() - met, time.now() - began
         self._ended += 1
 
-    def _microbatch(self, rank: int, uses: Sequence[Used], fetcher: Fetcher, sender: Sender) -> None:
+    def _learn(self, rank: int, fetcher: Fetcher) -> None:
+        """An evaluation before the step, with a microbatch of this rank's, or of another, if it has none."""
+        end = self._members.endpoints[rank]
+        self._publish(rank)
+        for use in next(job[0] for job in (self._jobs[rank], *self._jobs) if job):
+            if use.fetched and not use.pushed:
+                fetcher.start(self._units[use.unit], self._params[use.unit], now=True).wait()  # type: ignore[arg-type]
+        end.done(Outcome.EVALUATED)
+
+    def _publish(self, rank: int) -> None:
+        end = self._members.endpoints[rank]
+        end.shards.publish(self._members.shards, [True] * len(self._units))
+        end.protocol.await_published(end.grid.others())
+
+    def _sum_up(self, rank: int) -> None:
+        """What `odc.fsdp.collect` does once all ranks are done."""
+        end, lanes, used = self._members.endpoints[rank], self.lanes[rank], [True] * len(self._units)
+        end.protocol.await_accumulated()
+        end.reduction.complete(used)
+        end.reduction.gather(used)
+        passes = 2 + len(end.layout.contributors)  # reads this rank's sums and those of other hosts, and writes
+        lanes.ask(passes * sum(unit.accumulator_bytes for unit in self._units) / self._costs.memory)
+        lanes.settle()
+        end.protocol.read_all()
+
+    def _microbatch(self, rank: int, uses: Sequence[Used], fetcher: Fetcher, sender: Sender, last: bool) -> None:
         lanes, mine = self.lanes[rank], self.figures[rank]
         ahead: Fetch | None = None
         for place, use in enumerate(uses):
@@ -266,4 +345,8 @@ class VirtualRanks:
             mine.fetch += there - before
             mine.host += over - use.seconds - there
             if use.pushed:
-                sender.send(self._units[use.unit], self._gradients[use.unit])
+                sender.send(self._units[use.unit], self._gradients[use.unit], last=last)
+
+
+def _lost(loss: object) -> None:
+    raise RuntimeError(f"no rank dies in virtual time: {loss}")

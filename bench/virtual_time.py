@@ -18,6 +18,7 @@ from typing import Any
 
 YIELD_S = 1e-6  #: what a yield of the processor takes
 HANDOVER_S = 20e-6  #: from the thread that wakes another to that one running
+LONGEST_POLL_S = 0.2e-3  #: by which the end of a wait with a limit is seen late, at most
 
 
 @dataclass
@@ -131,6 +132,16 @@ class VirtualTime:
             self._next()
             self._await_turn(actor)
 
+    def poll(self, ready: Callable[[], bool], limit_s: float) -> bool:
+        """Wait until `ready()`, or for `limit_s`: looks again more and more rarely. Returns whether it is."""
+        begin = self.now()
+        while not ready():
+            spent = self.now() - begin
+            if spent >= limit_s:
+                return False
+            self.sleep(min(max(HANDOVER_S, spent / 20), LONGEST_POLL_S, limit_s - spent))
+        return True
+
     def park(self) -> None:
         """Wait until another thread wakes this one, which is then no earlier than it."""
         actor = self.me
@@ -152,8 +163,8 @@ class VirtualTime:
             waits[what] = max(waits.get(what, 0.0), self.me.now - begin)
 
     def primitives(self) -> tuple[SimpleNamespace, SimpleNamespace]:
-        """In place of the modules `threading` and `queue`: what `odc.worker` uses of them. A thread belongs to the rank
-        of the thread that starts it.
+        """In place of the modules `threading` and `queue`: what `odc.worker` and `odc.hosts.heaps` use of them. A
+        thread belongs to the rank of the thread that starts it.
         """
         time = self
 
@@ -169,7 +180,7 @@ class VirtualTime:
             def wait(self, timeout: float | None = None) -> bool:
                 while not self._set and timeout is None:
                     self.wait_here()
-                return self._set
+                return self._set or time.poll(lambda: self._set, timeout or 0.0)
 
         class Semaphore(_Waited):
             def __init__(self, value: int) -> None:
@@ -183,6 +194,25 @@ class VirtualTime:
 
             def release(self) -> None:
                 self._value += 1
+                self.wake_all()
+
+        class Condition(_Waited):
+            """Needs no lock, as one thread runs at a time: what is between two waits is never interrupted."""
+
+            def __init__(self) -> None:
+                super().__init__(time)
+
+            def __enter__(self) -> None:
+                return
+
+            def __exit__(self, *error: object) -> None:
+                return
+
+            def wait(self, timeout: float | None = None) -> bool:
+                self.wait_here()
+                return True
+
+            def notify(self) -> None:
                 self.wake_all()
 
         class SimpleQueue(_Waited):
@@ -214,6 +244,7 @@ class VirtualTime:
         made = SimpleNamespace(
             Event=Event,
             Semaphore=Semaphore,
+            Condition=Condition,
             Lock=threading.Lock,
             Thread=Thread,
             current_thread=threading.current_thread,

@@ -56,10 +56,11 @@ def bench_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("bench_folder")
-def test_the_picture_of_several_hosts_is_drawn_from_what_is_stored() -> None:
-    from bench.hosts_picture import PICTURE, svg
+def test_pictures_are_drawn_from_what_is_stored() -> None:
+    from bench import changes_picture, hosts_picture
 
-    assert PICTURE.read_text(encoding="utf-8") == svg(), "run `python -m bench.readme`"
+    for picture in (hosts_picture, changes_picture):
+        assert picture.PICTURE.read_text(encoding="utf-8") == picture.svg(), "run `python -m bench.readme`"
 
 
 def test_the_documentation_stays_short() -> None:

@@ -16,8 +16,11 @@ import torch.distributed as dist
 
 from odc.bench.ranks import held
 from odc.bench.rounds import Action
+from odc.hosts.links import Links
 from odc.memory import Attachment, HostLanes, Lanes, ShmHeap
-from odc.memory.cuda import CudaHeap, CudaLanes
+from odc.memory.cuda import CudaHeap
+from odc.memory.cuda_lanes import CudaLanes
+from odc.net.engines import Engine
 from odc.protocol import Gradient, HeapLayout, RankGrid, UnitSpec
 from odc.runtime import Endpoint, Service
 from odc.settings import Settings
@@ -32,9 +35,15 @@ class OneProcessHeap(CudaHeap):
     """A `CudaHeap` whose peers are in this process; `bases` has the memory of all, by member."""
 
     def __init__(
-        self, host: ShmHeap, device: torch.device, lanes: Lanes, bases: list[torch.Tensor], memory: Memory
+        self,
+        host: ShmHeap,
+        device: torch.device,
+        lanes: Lanes,
+        bases: list[torch.Tensor],
+        memory: Memory,
+        local: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(host, device, lanes)
+        super().__init__(host, device, lanes, local)
         self._all, self._memory = bases, memory
 
     def _create(self, nbytes: int) -> torch.Tensor:
@@ -52,6 +61,8 @@ class Members:
         lanes: of each member, by its number.
         memory: makes what lies on the device.
         notify: wakes a member's daemon; without it `drain` does its work.
+        hosts: the host of each member, as of a `RankGrid`; () where all are on one.
+        across: of a member's layout, what reads from other hosts, and the links there; where there are several.
 
     Attributes:
         unit: the first one.
@@ -68,6 +79,8 @@ class Members:
         units: Sequence[UnitSpec],
         memory: Memory | None = None,
         notify: Callable[[int], None] = lambda member: None,
+        hosts: tuple[int, ...] = (),
+        across: Callable[[HeapLayout], tuple[Engine, Links]] | None = None,
     ) -> None:
         make = memory or (lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device))
         self.unit, self.memory = units[0], make
@@ -75,13 +88,13 @@ class Members:
         bases: list[torch.Tensor] = []
         for me in range(owners):
             host = ShmHeap("alone", tuple(range(owners)), me, self._connect, settings.timeout_s)
-            heap = OneProcessHeap(host, device, lanes(me), bases, make)
-            grid = RankGrid(tuple(range(owners)), owners, me)
+            grid = RankGrid(tuple(range(owners)), owners, me, hosts)
+            heap = OneProcessHeap(host, device, lanes(me), bases, make, grid.local)
             self.layouts.append(HeapLayout(heap, grid, units, settings, "alone"))
-        self.endpoints = [Endpoint(layout, notify) for layout in self.layouts]
+        self.endpoints = [Endpoint(layout, notify, *(across(layout) if across else ())) for layout in self.layouts]
         for endpoint in self.endpoints:
             endpoint.protocol.attach_all()
-        self.services = [Service("alone", layout) for layout in self.layouts]
+        self.services = [Service("alone", one.layout, one.drains()) for one in self.endpoints]
         self.shards = [[make(4 * param.numel).view(torch.float32) for param in unit.params] for unit in units]
 
     def publish(self) -> None:

@@ -67,7 +67,8 @@ def open_heap(nbytes: int, device: str) -> SymmetricHeap:
 
 
 def _on_device(host: ShmHeap) -> SymmetricHeap:
-    from odc.memory.cuda import CudaHeap, CudaLanes
+    from odc.memory.cuda import CudaHeap
+    from odc.memory.cuda_lanes import CudaLanes
 
     here = torch.device("cuda", torch.cuda.current_device())
     return CudaHeap(host, here, CudaLanes(here))

@@ -160,7 +160,8 @@ def open_heap(
                 "Settings(memory='nvshmem') is for models on CUDA, and this one is on the CPU; leave it out"
             )
         return host
-    from odc.memory.cuda import CudaHeap, CudaLanes
+    from odc.memory.cuda import CudaHeap
+    from odc.memory.cuda_lanes import CudaLanes
 
     lanes = CudaLanes(device, compat.lane_streams(state), sleeps=len(grid.local) > cores())
     if settings.memory == "driver":

@@ -12,7 +12,7 @@ from typing import Any
 
 from odc.hosts.cache import NodeCache
 from odc.hosts.heaps import RemoteHeaps, queue_answers
-from odc.hosts.links import Links
+from odc.hosts.links import Links, Summed
 from odc.hosts.sums import EarlySums, NodeSums
 from odc.memory import ShmHeap, SymmetricHeap
 from odc.net.engines import Engine
@@ -91,6 +91,14 @@ class Endpoint:
             return NodeSums(self.protocol, self.heaps)
         return Replicas(self.protocol, self.heaps) if len(self.grid.replica_group) > 1 else OneOwner(self.protocol)
 
+    def drains(self) -> list[Callable[[], bool]]:
+        """What the daemon calls in every turn of its loop, beside adding what was pushed."""
+        return [self.reduction.sums.announce] if isinstance(self.reduction, EarlySums) else []
+
+    def summed(self) -> Summed | None:
+        """What the daemon calls with every SUMMED that comes over a link."""
+        return self.reduction.note_summed if isinstance(self.reduction, EarlySums) else None
+
     def done(self, outcome: Outcome, reason: str = "") -> None:
         """Close this rank's part of the epoch, in which everything pushed is posted. `reason` is for an abandoned one.
 
@@ -152,9 +160,7 @@ class Member(Endpoint):
         if network is not None and grid.remote:
             engine, links = network.engine, Links(layout, server.liveness.report, network.lost_after_s)
         super().__init__(layout, notify, engine, links)
-        early = self.reduction if isinstance(self.reduction, EarlySums) else None
-        drains = [] if early is None else [early.sums.announce]
-        self._service = service = Service(identity, layout, drains, links)
+        self._service = service = Service(identity, layout, self.drains(), links)
         self._exposed: ExposedHeap | None = None
         self._hosts: HostConnections | None = None
         if network is not None:
@@ -164,7 +170,7 @@ class Member(Endpoint):
         if network is not None and links is not None:
 
             def attend(link: HostLink) -> None:
-                server.attend(service, link, links.reader(link, None if early is None else early.note_summed))
+                server.attend(service, link, links.reader(link, self.summed()))
 
             self._hosts = HostConnections(identity, layout, network, links, attend)
         server.serve(service)

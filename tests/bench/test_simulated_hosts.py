@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.simulated_hosts import NAME, bytes_rows, rows
+from bench.simulated_hosts import NAME, bytes_rows, changed_shares, rows
 from bench.stored import find, load
 
 
@@ -25,9 +25,15 @@ def test_stored_predictions_are_those_of_the_simulator() -> None:
 
 def test_bytes_are_those_of_the_formulas() -> None:
     """(N-1)/N E (b c + a) with the share c of what changes, and 2(N-1)/N E g of hybrid sharding; N = b = 2."""
-    made, bytes_of = bytes_rows(), {"fp32": 4, "bf16": 2}
-    shares = {"whole": 1, "changed, lr 1e-4": 0.25, "changed, lr 1e-5": 0.068, "changed, lr 1e-6": 0.024}
-    assert len(made) == 10
+    measured = [
+        {"link": link, "learning rate": rate, "arm": arm, "weights of whole": share}
+        for link in ("1gbit", "not limited")
+        for rate, arm, share in ((1e-5, "changes", 0.07), (1e-5, "whole", 1.0), (1e-4, "changes", 0.25))
+    ]
+    shares = changed_shares({"rows": measured})
+    assert shares == {"whole": 1, "changed, lr 1e-05": 0.07, "changed, lr 0.0001": 0.25}
+    made, bytes_of = bytes_rows(shares), {"fp32": 4, "bf16": 2}
+    assert len(made) == 8
     for row in made:
         sums = bytes_of[row["sums"]]
         wanted = (2 * shares[row["weights"]] + sums) / 2 if row["arm"] == "odc" else sums

@@ -36,11 +36,9 @@ def _gathered(rank: int, world: int) -> tuple[int, ...]:
         taken += 1
 
     with session(timeout_s=100.0) as peers:
-        if rank == 0:
-            tracemalloc.start()
+        first = _traced() if rank == 0 else 0
         gather_results(rows, mine, peers, expected=ROWS, into=take)
-        held = tracemalloc.get_traced_memory()[1] if rank == 0 else 0
-        tracemalloc.stop()
+        held = tracemalloc.get_traced_memory()[1] - first if rank == 0 else 0
     return taken, held, before, peak_rss()
 
 
@@ -48,9 +46,16 @@ def _at_once(rank: int, world: int) -> tuple[int, int]:
     """The control: `dist.gather_object`; bytes Python held at most on rank 0."""
     rows = [result(number) for number in range(rank, ROWS, world)]
     everyone: Any = [None] * world if rank == 0 else None
-    tracemalloc.start()
+    first = _traced()
     dist.gather_object(rows, everyone)
-    return sum(map(len, everyone or ())), tracemalloc.get_traced_memory()[1]
+    return sum(map(len, everyone or ())), tracemalloc.get_traced_memory()[1] - first
+
+
+def _traced() -> int:
+    """Python counts its memory from now on; what of that is held now. `tracemalloc.stop` may crash beside threads."""
+    tracemalloc.start()
+    tracemalloc.reset_peak()
+    return tracemalloc.get_traced_memory()[0]
 
 
 @pytest.mark.thorough

@@ -120,13 +120,19 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("per_host", "settings"), [(1, "on"), (2, "on"), (2, "inline")])
+@pytest.mark.parametrize(
+    ("hosts", "per_host", "settings"), [(2, 1, "on"), (2, 2, "on"), (2, 2, "inline"), (3, 1, "on")]
+)
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
-def test_changes_equal_fsdp2(pools: HostPools, per_host: int, settings: str, compute: torch.dtype | None) -> None:
+def test_changes_equal_fsdp2(
+    pools: HostPools, hosts: int, per_host: int, settings: str, compute: torch.dtype | None
+) -> None:
     """Packed and applied by kernels; checksums of shards are compared, too."""
-    world = 2 * per_host
-    found = pools(2, per_host).run(same_by_changes, COUNTS[world], CHANGES[settings], (world,), compute, timeout=240)
-    assert min(sum(found[:per_host]), sum(found[per_host:])) > 0
+    world = hosts * per_host
+    found = pools(hosts, per_host).run(
+        same_by_changes, COUNTS[world], CHANGES[settings], (world,), compute, timeout=240
+    )
+    assert min(sum(found[first : first + per_host]) for first in range(0, world, per_host)) > 0
 
 
 def test_hybrid_sharding_equals_fsdp2(pools: HostPools) -> None:

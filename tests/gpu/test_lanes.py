@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from odc import fully_shard
 from odc.fsdp import live_roots
-from odc.memory import cuda as memory
+from odc.memory import cuda_lanes as memory
 
 CYCLES = 40_000_000  # about twenty milliseconds, at most: a peer on the same device takes turns of some
 

@@ -39,6 +39,7 @@ from odc.fsdp.root import root_of
 from odc.memory import nvshmem
 from odc.memory.nvshmem_heap import NvshmemHeap
 from odc.net.engines import Engine, staging
+from odc.protocol import Word
 
 pytest.importorskip("nvshmem.core", reason="needs nvshmem4py: pip install 'odc-fsdp[nvshmem]'")
 
@@ -53,6 +54,7 @@ SETTINGS = {
     ),
     "gradient views": Settings(timeout_s=120.0, memory="nvshmem", nvshmem_bytes=ROOM, gradient_views=True),
 }
+CHANGES = Settings(timeout_s=120.0, memory="nvshmem", nvshmem_bytes=ROOM, changes="on", check_protocol=True)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,9 @@ def pools() -> Iterator[HostPools]:
 
 
 def same(rank: int, world: int, counts: Counts, settings: Settings) -> dict[str, int]:
-    """Asserts that odc gives FSDP2's numbers. Returns how many bytes came from other hosts' devices, and how."""
+    """Asserts that odc gives FSDP2's numbers. Returns how many bytes came from other hosts' devices, and how, and how
+    many did not have to.
+    """
     own_device(int(os.environ.get("LOCAL_RANK", rank)))
     staging.CHUNK_BYTES = 512  # every shard takes several
     marks = "all" if world == 2 else "last"
@@ -89,6 +93,7 @@ def same(rank: int, world: int, counts: Counts, settings: Settings) -> dict[str,
             mesh=init_device_mesh("cuda", (world,)), settings=settings,
         )  # fmt: skip
     assert all(isinstance(root.layout.heap, NvshmemHeap) for root in live_roots()), "another heap"
+    came["saved"] = sum(root.layout.mine.board.load(Word.SAVED) for root in live_roots())
     for root in live_roots():
         root.shut_down()
     reference = init_device_mesh("cpu", (world,))
@@ -101,16 +106,17 @@ def same(rank: int, world: int, counts: Counts, settings: Settings) -> dict[str,
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_one_host_equals_fsdp2(ranks: Callable[[int], Any], settings: str) -> None:
     found = ranks(2).run(same, COUNTS[2], SETTINGS[settings], timeout=240)
-    assert found == [{"nvshmem": 0, "sockets": 0}] * 2, "within a host memory is mapped"
+    assert found == [{"nvshmem": 0, "sockets": 0, "saved": 0}] * 2, "within a host memory is mapped"
 
 
-@pytest.mark.parametrize("per_host", [1, 2])
-def test_hosts_equal_fsdp2(pools: HostPools, per_host: int) -> None:
-    """What lies on devices goes from slab to slab, and nothing else; with evaluations between the steps."""
+@pytest.mark.parametrize(("per_host", "settings"), [(1, OURS), (2, OURS), (2, CHANGES)])
+def test_hosts_equal_fsdp2(pools: HostPools, per_host: int, settings: Settings) -> None:
+    """What lies on devices goes from slab to slab, and nothing else; changes do, too. With evaluations between."""
     world = 2 * per_host
-    found = pools(2, per_host).run(same, COUNTS[world], OURS, timeout=240)
+    found = pools(2, per_host).run(same, COUNTS[world], settings, timeout=240)
     assert all(one["sockets"] == 0 for one in found)
     assert sum(one["nvshmem"] for one in found) > 10_000
+    assert (sum(one["saved"] for one in found) > 0) == (settings is CHANGES)
 
 
 def step(rank: int, world: int, settings: Settings, mesh: DeviceMesh | None = None) -> Exact:

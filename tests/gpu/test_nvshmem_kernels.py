@@ -33,7 +33,7 @@ def values_of(rank: int, device: torch.device) -> torch.Tensor:
 def reaches_peers_without_pointers(rank: int, world: int, identity: str, port: int) -> None:
     from odc import kernels
     from odc.memory import SymmetricHeap, nvshmem
-    from odc.memory.cuda import CudaLanes
+    from odc.memory.cuda_lanes import CudaLanes
     from odc.memory.nvshmem_heap import NvshmemHeap
     from odc.runtime.nvshmem import end_nvshmem, placer
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from odc import fully_shard
 from odc.fsdp import live_roots, root_layout
 from odc.memory import device_links
-from odc.memory.cuda import CudaLanes
+from odc.memory.cuda_lanes import CudaLanes
 
 CUDA = next((path for path in os.environ.get("LD_PRELOAD", "").split(":") if "libemulated_cuda" in path), "")
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from support.on_ranks import on_ranks
 
 from odc.errors import HeapMemoryError, OdcError
 from odc.memory import cuda
-from odc.memory.cuda import CudaLanes
 from odc.memory.driver_calls import DriverError
 
 
@@ -234,44 +231,3 @@ def test_all_ranks_add_atomically_or_none(ranks, movers: list[bool], described: 
 def test_more_devices_than_can_be_listed_count_as_not_reached(ranks) -> None:
     many = [f"device-{number:036d}" for number in range(200)]
     assert ranks(3).run(adds, uuid.uuid4().hex[:12], [True] * 3, [(many[-1], many)] * 3) == [[True, False, False]] * 3
-
-
-def test_threads_other_than_the_training_thread_get_its_device_before_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of a lane torch goes back to what was current: a context on device 0 for every rank."""
-    calls: list[tuple[str, object]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("device", device.index)))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: calls.append(("lane", stream)))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: f"{device}, priority {priority}")
-    modes = SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED="relaxed")
-    monkeypatch.setattr(cuda, "bindings", lambda: SimpleNamespace(CUstreamCaptureMode=modes))
-    monkeypatch.setattr(cuda, "call", lambda *call: calls.append(call))
-    lanes = CudaLanes(torch.device("cuda", 3), {"fetch": "torch's"})  # type: ignore[dict-item]
-    lanes.lane("fetch")
-    assert calls == [("lane", "torch's")], "the training thread's device is the caller's affair"
-    calls.clear()
-    thread = threading.Thread(target=lambda: [lanes.lane("server") for _ in range(2)])
-    thread.start()
-    thread.join()
-    mode = "cuThreadExchangeStreamCaptureMode", "relaxed"  # or its calls would end a capture of another thread's
-    assert calls == [("device", 3), mode, *[("lane", "cuda:3, priority -1")] * 2]
-
-
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_a_thread_that_settles_sleeps_where_cores_are_few(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
-    calls: list[tuple[object, ...]] = []
-
-    class Event:
-        def __init__(self, **options: bool) -> None:
-            calls.append(("event", options))
-
-        def record(self, stream: object) -> None:
-            calls.append(("record",))
-
-        def synchronize(self) -> None:
-            calls.append(("await",))
-
-    stream = SimpleNamespace(synchronize=lambda: calls.append(("spin",)))
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    CudaLanes(torch.device("cuda", 0), sleeps=sleeps).settle()
-    assert calls == ([("event", {"blocking": True}), ("record",), ("await",)] if sleeps else [("spin",)])

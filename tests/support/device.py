@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 
 from odc.memory import SymmetricHeap
-from odc.memory.cuda import CudaHeap, CudaLanes
+from odc.memory.cuda import CudaHeap
+from odc.memory.cuda_lanes import CudaLanes
 from support.heaps import shm_group
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from odc.memory import Lanes, nvshmem
-from odc.memory.cuda import CudaLanes
+from odc.memory.cuda_lanes import CudaLanes
 from odc.net.engines.connections import Answers, Dial
 from odc.net.engines.engine import Engine
 from odc.settings import LOST_AFTER_S

@@ -104,7 +104,7 @@ class Stages:
                 self._lanes[device], self._free[device] = self._make_lanes(device), []
 
     def _make_lanes(self, device: torch.device) -> Lanes:
-        from odc.memory.cuda import CudaLanes
+        from odc.memory.cuda_lanes import CudaLanes
 
         return CudaLanes(device)
 

@@ -23,6 +23,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "odc.hosts.sums": threads.locks(HostSums="_rounding", EarlySums="_changing"),
     "odc.memory.atomics": words.atomics,
     "odc.memory.cuda": protocol.cuda_heap,
+    "odc.memory.cuda_lanes": protocol.cuda_lanes,
     "odc.memory.mapping": words.mapping,
     "odc.memory.mutex": words.mutex,
     "odc.memory.shm": protocol.shm_heap,

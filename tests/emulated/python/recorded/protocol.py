@@ -77,18 +77,7 @@ def collect(module: ModuleType) -> None:
 
 
 def cuda_heap(module: ModuleType) -> None:
-    """Names of regions on the device, and of lanes."""
-
-    def lane(real: Callable[..., Any]) -> Callable[..., Any]:
-        def run(self: Any, lane: str) -> Any:
-            found = real(self, lane)
-            stream = self._streams[lane]
-            number = library().emulated_stream_number(stream.cuda_stream, stream.device_index)
-            note(STREAM, number, name(f"lane {lane}"))
-            note(SITE, site())
-            return found
-
-        return run
+    """Names of regions on the device."""
 
     def seal(real: Callable[..., None]) -> Callable[..., None]:
         def run(self: Any, *args: Any) -> None:
@@ -108,6 +97,22 @@ def cuda_heap(module: ModuleType) -> None:
     wrapped(module.CudaHeap, "seal", _named_regions)
     wrapped(module.CudaHeap, "seal", seal)
     wrapped(module.CudaHeap, "_map", attach)
+
+
+def cuda_lanes(module: ModuleType) -> None:
+    """Names of lanes."""
+
+    def lane(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, lane: str) -> Any:
+            found = real(self, lane)
+            stream = self._streams[lane]
+            number = library().emulated_stream_number(stream.cuda_stream, stream.device_index)
+            note(STREAM, number, name(f"lane {lane}"))
+            note(SITE, site())
+            return found
+
+        return run
+
     wrapped(module.CudaLanes, "lane", lane)
     for method in ("mark", "follow", "settle", "reached"):
         wrapped(module.CudaLanes, method, _placed)

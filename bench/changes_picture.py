@@ -1,0 +1,49 @@
+"""docs/changes.svg: what steps on two hosts send and take, over reading shards whole. `bench.readme` draws it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.quotes import figures_of
+
+PICTURE = Path(__file__).parent.parent / "docs" / "changes.svg"
+_PANELS = {"out": "bytes out of a host", "limited": "seconds over 1 Gbit", "free": "seconds, link not limited"}
+_COLOURS = ("#1b5e20", "#66bb6a", "#c8e6c9")  # by rate
+_LEFT, _PANEL, _BAR, _TOP = 90, 250, 10, 70
+_HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"
+font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#1f2328">
+<rect width="{width}" height="{height}" fill="#ffffff"/>"""
+
+
+def svg() -> str:
+    """The picture: a panel for each measure, in each a group of bars for each arm, a bar for each learning rate."""
+    figures = figures_of("changes")
+    arms, rates = figures["rows"], figures["rates"].split(" / ")
+    height = _TOP + len(arms) * (len(rates) * _BAR + 12)
+    elements = [_text(12, 22, "A step on two hosts, over reading shards whole (measured)", 'font-size="14"')]
+    for at, rate in enumerate(rates):
+        x = _LEFT + 120 * at
+        elements += [_bar(x, 32, 10, _COLOURS[at]), _text(x + 15, 41, f"AdamW at {rate}")]
+    for number, (key, title) in enumerate(_PANELS.items()):
+        left = _LEFT + number * _PANEL
+        elements.append(_text(left, _TOP - 10, title, 'font-weight="bold"'))
+        values = [[float(part) for part in arm[key].split(" / ")] for arm in arms]
+        scale = (_PANEL - 60) / max(1.0, *(value for each in values for value in each))
+        elements.append(f'<path d="M{left + scale:.1f} {_TOP - 4}V{height - 8}" stroke="#999" stroke-dasharray="3 3"/>')
+        for row, (arm, each) in enumerate(zip(arms, values, strict=True)):
+            y = _TOP + row * (len(rates) * _BAR + 12)
+            if not number:
+                elements.append(_text(_LEFT - 8, y + 18, arm["arm"], 'text-anchor="end"'))
+            for at, value in enumerate(each):
+                elements.append(_bar(left, y + at * _BAR, value * scale, _COLOURS[at]))
+                elements.append(_text(left + value * scale + 4, y + at * _BAR + 8, f"{value:.2f}", 'font-size="9"'))
+    width = _LEFT + len(_PANELS) * _PANEL
+    return "\n".join([_HEAD.format(width=width, height=height), *elements, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y}" {more}>{text}</text>'
+
+
+def _bar(x: float, y: float, width: float, colour: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_BAR - 2}" fill="{colour}"/>'
