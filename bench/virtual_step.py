@@ -148,7 +148,7 @@ def rows_from(result: StepResult, names: tuple[str, str, str]) -> list[RankRow]:
     ]
 
 
-def longest(figures: Sequence[Figures], most: int = 5) -> list[tuple[str, float]]:
+def longest(figures: Sequence[Figures], most: int = 2) -> list[tuple[str, float]]:
     """The longest waits of threads for other ranks."""
     found = [(what, seconds) for one in figures for what, seconds in one.waits.items()]
     return sorted(found, key=lambda each: -each[1])[:most]
@@ -210,6 +210,7 @@ def draw(ranks: Sequence[RankRow], path: Path) -> None:
                 left = [begin + width for begin, width in zip(left, widths, strict=True)]
             axes.set_title(f"{arm}, {', '.join(kind)}: {max(left):.2f} s", fontsize=9)
             axes.set_xlabel("seconds (simulated)", fontsize=9)
+            axes.set_yticks(range(0, len(mine), len(mine) // 4))
         line[0].set_ylabel("rank")
         line[0].invert_yaxis()
     handles, labels = grid[0][0].get_legend_handles_labels()
