@@ -56,7 +56,9 @@ def _stale(result: Result) -> str:
 
 
 def _busy(result: Result) -> str:
-    """By the load before the ranks started: they make load themselves."""
+    """By the load before the ranks started: they make load themselves. No load changes what is simulated."""
+    if not result.get("measured", True):
+        return ""
     load_1min = result.get("load_1min", {}).get("begin")
     if load_1min is None:
         return "at an unknown load"

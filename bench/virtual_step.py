@@ -229,6 +229,7 @@ def main() -> None:
         steps,
         ranks=rows,
         waits=waits,
+        measured=False,
     )
     print(table([row for row in rows if row["machine"] == "8 x H100"]))
     for name, text in waits.items():

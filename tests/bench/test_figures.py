@@ -1,4 +1,4 @@
-"""Figures that README and docs/ quote: all taken at one commit, on a clean tree, each by a step of `make figures`."""
+"""Figures that README and docs/ quote: measured at one commit, on a clean tree, each by a step of `make figures`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,9 @@ def test_a_stored_result_names_its_origin(name: str) -> None:
     assert result["command"]
 
 
-def test_all_quoted_figures_were_taken_at_one_commit() -> None:
-    commits = {name: result.get("commit") for name, result in STORED.items()}
+def test_all_figures_that_were_measured_were_measured_at_one_commit() -> None:
+    """What is simulated depends on no machine: it is taken again when its code changes, and says when it was."""
+    commits = {name: result.get("commit") for name, result in STORED.items() if result.get("measured", True)}
     assert len(set(commits.values())) == 1, f"run `make figures`: {commits}"
 
 
