@@ -168,6 +168,7 @@ class DeviceDrain:
     def __init__(self, layout: HeapLayout, inboxes: Sequence[Inbox], most: int) -> None:
         self._layout, self._inboxes, self._most = layout, inboxes, most
         self._batch: _Batch | None = None
+        self._totals: dict[tuple[int, int, int], torch.Tensor] = {}  # made once, as an inbox's blocks
         self._backoff = Backoff(DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S)
 
     def __call__(self) -> bool:
@@ -209,9 +210,17 @@ class DeviceDrain:
         lanes = layout.heap.lanes
         with lanes.lane("server"):
             for turn in _turns(places) if len(places) > 1 else [list(places)]:
-                totals = [layout.mine.accumulator(layout.units[unit])[first:end] for unit, first, end, _ in turn]
+                totals = [self._total(unit, first, end) for unit, first, end, _ in turn]
                 device_mover(layout.mover).add_all(totals, [places[key] for key in turn])
             return _Batch(batches, begin, lanes.mark())
+
+    def _total(self, unit: int, first: int, end: int) -> torch.Tensor:
+        """Elements [first, end) of a unit's accumulator."""
+        key = unit, first, end
+        found = self._totals.get(key)
+        if found is None:
+            found = self._totals[key] = self._layout.mine.accumulator(self._layout.units[unit])[first:end]
+        return found
 
 
 def _turns(places: dict[_Key, list[torch.Tensor]]) -> list[list[_Key]]:

@@ -123,7 +123,7 @@ class Inbox:
         self._data = [data.view(dtype) for dtype in WIRE_DTYPES]
         # Made once, as `LocalPeer`'s views: by dtype, slot and elements. A model has few different blocks.
         self._blocks: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._headers = mine.headers(distance).view(-1, HEADER_WORDS).numpy()
+        self._headers = mine.headers(distance).numpy().data.cast("B")
         self._words = RingWords(layout, grid.me, source)
         self._taken = self._words.added()
 
@@ -136,7 +136,7 @@ class Inbox:
         found: list[Piece] = []
         index = -1
         for at in range(self._taken, self._taken + min(most, self.waiting())):
-            unit, first, numel, code, slot = self._headers[at % self._slots].tolist()
+            unit, first, numel, code, slot = _HEADER.unpack_from(self._headers, at % self._slots * _HEADER.size)
             if found and unit != index:
                 break
             index = unit

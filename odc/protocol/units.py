@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -95,8 +96,7 @@ class UnitSpec:
         return [*map(str, self.params), f"sums in {str(self.accumulator_dtype).removeprefix('torch.')}"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """`values` (1-D, any wire dtype) belong at elements [first, first + len) of one owner's accumulator of a unit."""
 
     first: int

@@ -39,8 +39,9 @@ def ring(module: ModuleType) -> None:
     def peek(real: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any) -> Any:
             found = real(self, *args)
+            size = len(self._headers) // self._slots
             for at in range(self._taken, self._taken + len(found[1]) if found else 0):
-                touched(self._headers[at % self._slots].data, READ)
+                touched(self._headers[at % self._slots * size :][:size], READ)
             return found
 
         return run
