@@ -111,3 +111,29 @@ def test_pages_name_what_is_stale_or_busy(monkeypatch: pytest.MonkeyPatch) -> No
     assert noted("a" * 40, 1.4) == " (Taken on a busy machine: load 1.4 before it began.)"
     assert noted("b" * 40, 0.0) == " (Taken at commit bbbbbbb.)"
     assert noted(None, None) == " (Taken at an unknown commit, at an unknown load.)"
+    simulated = {"commit": "b" * 40, "measured": False, "load_1min": {"begin": 9.0, "end": 9.0}}
+    assert stored.note(simulated) == " (Taken at commit bbbbbbb.)", "no load changes what is simulated"
+
+
+def test_arms_of_changes_stand_in_the_order_of_their_seconds_over_the_limited_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = {"whole": (2.0, 1.0), "changes": (1.5, 1.2), "int8": (1.25, 1.4)}  # over 1 Gbit, and without a limit
+    rows = [
+        {
+            "link": link,
+            "learning rate": 1e-5,
+            "arm": arm,
+            "seconds": both[place],
+            "seconds of whole": both[place] / seconds["whole"][place],
+            "out of whole": 0.5,
+            "CPU of whole": 1.0,
+        }
+        for place, link in enumerate(("1gbit", "not limited"))
+        for arm, both in seconds.items()
+    ]
+    monkeypatch.setattr(quotes, "stored", lambda name: {"rows": rows})
+    found = quotes.changes()
+    assert [row["arm"] for row in found["rows"]] == ["int8", "changes", "whole"]
+    assert found["rows"][0] == {"arm": "int8", "out": "0.50", "limited": "0.62", "free": "1.40", "cpu": "1.00"}
+    assert found["remain"] == {"changes": "0.50", "int8": "0.25"}, "of the second that the limit adds to whole"

@@ -137,16 +137,17 @@ def test_sources_at_different_units_are_added_in_one_call(
 def test_blocks_that_overlap_are_added_one_after_the_other(
     deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A source that pushed two of four parameters covers a part of what another pushed."""
-    with HeapGroup(MATRICES, 3, by_hand=True) as group:
+    """Sources that pushed two of four parameters cover a part of what another pushed, and of each other's."""
+    with HeapGroup(MATRICES, 4, by_hand=True) as group:
         group.publish_all()
-        push(group, deferred[1], 1, 0, gradients(group.units[0], 3, 1.0))
-        push(group, deferred[2], 2, 0, gradients(group.units[0], 3, 2.0)[1:3])
+        push(group, deferred[1], 1, 0, gradients(group.units[0], 4, 1.0))
+        push(group, deferred[2], 2, 0, gradients(group.units[0], 4, 2.0)[1:3])
+        push(group, deferred[3], 3, 0, gradients(group.units[0], 4, 4.0)[2:])
         added = asked(group, 0, "add_all", monkeypatch)
         group.drain(0)
-        assert added == [1, 1]
+        assert added == [1, 1, 1]
         total = group.layouts[0].mine.accumulator(group.units[0]).view(4, 3000)
-        assert [set(row.tolist()) for row in total] == [{1.0}, {3.0}, {3.0}, {1.0}]
+        assert [set(row.tolist()) for row in total] == [{1.0}, {3.0}, {7.0}, {5.0}]
 
 
 def test_direct_adds_go_to_all_owners_in_one_call_without_a_lock(
