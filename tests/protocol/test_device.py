@@ -146,8 +146,10 @@ def test_blocks_that_overlap_are_added_one_after_the_other(
         added = asked(group, 0, "add_all", monkeypatch)
         group.drain(0)
         assert added == [1, 1, 1]
+        push(group, deferred[1], 1, 0, gradients(group.units[0], 4, 8.0)[:2])
+        group.drain(0)
         total = group.layouts[0].mine.accumulator(group.units[0]).view(4, 3000)
-        assert [set(row.tolist()) for row in total] == [{1.0}, {3.0}, {7.0}, {5.0}]
+        assert [set(row.tolist()) for row in total] == [{9.0}, {11.0}, {7.0}, {5.0}]
 
 
 def test_direct_adds_go_to_all_owners_in_one_call_without_a_lock(
