@@ -44,7 +44,7 @@ class ShardPart(NamedTuple):
 
 
 def slice_of(name: str, one: PublishedParameter, given: Any) -> ParameterSlice:
-    """A slice as a caller gives it, (dim, start, stop). Raises ValueError with the name if the parameter has none such."""
+    """A slice as a caller gives it, (dim, start, stop). Raises ValueError, with the name, for one that does not fit."""
     try:
         dim, start, stop = (operator.index(number) for number in given)
     except (TypeError, ValueError):

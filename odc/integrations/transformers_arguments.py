@@ -60,7 +60,7 @@ def refuse_arguments(args: Any) -> None:
         if value := getattr(args, name, None):
             _refuse(f"{name}={value!r}", instead)
     if getattr(args, "use_vllm", False) and (mode := getattr(args, "vllm_mode", None)) != "server":
-        _refuse(f"use_vllm=True with vllm_mode={mode!r}", 'it would be sent shards; set vllm_mode="server" (docs/rl.md)')
+        _refuse(f"use_vllm=True with vllm_mode={mode!r}", 'it would load shards; use vllm_mode="server" (docs/rl.md)')
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in OPTIMIZERS:
         _refuse(f"optim={optimizer!r}", f"use one of {', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs")

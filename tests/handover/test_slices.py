@@ -113,7 +113,8 @@ def test_a_slice_is_that_of_the_whole_tensor(parameter: Any, kind: str) -> None:
         reader.read({"w": found}, slices={"w": cut})
         assert into.stride()[-1] == 2 or not into.numel()
     assert found.shape == expected.shape and torch.equal(found, expected.to(found.dtype))
-    assert sum(source.copied for source in reader._sources) == bytes_of(whole, sharded, world, cut)  # type: ignore[attr-defined]
+    copied = sum(source.copied for source in reader._sources)  # type: ignore[attr-defined]
+    assert copied == bytes_of(whole, sharded, world, cut)
 
 
 def test_slices_beside_whole_parameters(job: Job) -> None:

@@ -1,4 +1,4 @@
-"""How TRL's server gets the weights: ranks publish, and it is asked to read; servers and models that cannot are refused."""
+"""How TRL's server gets the weights: ranks publish, and it reads; servers and models that cannot are refused."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,32 +56,32 @@ def step() -> None:
         held.engine.train_batch(data, loss_with_metrics)
 
 
-def no_collective(*unused: Any, **given: Any) -> None:
+def refuse(*unused: Any, **given: Any) -> None:
     raise AssertionError("a parameter was gathered")
 
 
-def received(weights: Any, socket: Path, nbytes: int = 3 * SMALL) -> tuple[dict[str, torch.Tensor], list[int]]:
+def received(weights: Any, nbytes: int = 3 * SMALL) -> tuple[dict[str, torch.Tensor], list[int]]:
     """What verl's receiver gets of verl's sender by shared memory in buckets of `nbytes`, and how many in each."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 
-    found: dict[str, torch.Tensor] = {}
+    address, found = f"ipc://@{uuid.uuid4()}", dict[str, torch.Tensor]()
     counts: list[int] = []
 
     def load(bucket: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
         counts.append(len(bucket))
         found.update((name, value.clone()) for name, value in bucket)
 
-    receiver = BucketedWeightReceiver(f"ipc://{socket}", torch.device("cpu"), use_shm=True)
+    receiver = BucketedWeightReceiver(address, torch.device("cpu"), use_shm=True)
     thread = threading.Thread(target=receiver.receive_weights, args=(load,), daemon=True)
     thread.start()
-    sender = BucketedWeightSender(f"ipc://{socket}", use_shm=True)
+    sender = BucketedWeightSender(address, use_shm=True)
     sender.bucket_size = nbytes
     asyncio.run(sender.async_send_weights(weights))
     thread.join()
     return found, counts
 
 
-def sync_three_times(rank: int, world: int, folder: Path, dtype: torch.dtype) -> list[int]:
+def sync_three_times(rank: int, world: int, dtype: torch.dtype) -> list[int]:
     """Each rank feeds its own rollout, and trains on; returns the sizes of the last buckets."""
     from torch.distributed.tensor import DTensor
 
@@ -90,10 +91,11 @@ def sync_three_times(rank: int, world: int, folder: Path, dtype: torch.dtype) ->
     before: dict[str, torch.Tensor] = {}
     for _ in range(3):
         expected = gathered(held.engine)
-        with mock.patch.object(published, "GROUP_BYTES", SMALL), mock.patch.object(DTensor, "full_tensor", no_collective):
+        small = mock.patch.object(published, "GROUP_BYTES", SMALL)
+        with small, mock.patch.object(DTensor, "full_tensor", refuse):
             weights, adapter = held.engine.get_per_tensor_param(layered_summon=False, base_sync_done=True)
             assert adapter is None
-            found, counts = received(weights, folder / f"{rank}.sock")
+            found, counts = received(weights)
         assert found.keys() == expected.keys() and "temperature" in found
         for name, value in expected.items():
             kept = torch.float32 if name == "temperature" else dtype
@@ -110,10 +112,10 @@ def sync_three_times(rank: int, world: int, folder: Path, dtype: torch.dtype) ->
     [{}, {"mixed_precision": {"param_dtype": "bf16"}}, {"fsdp_size": 1}],
     ids=["fp32", "bf16", "hybrid sharding"],
 )
-def test_a_rollout_beside_a_rank_gets_what_verl_gathers(actor, model: Path, tmp_path: Path, changes: Any) -> None:
+def test_a_rollout_beside_a_rank_gets_what_verl_gathers(actor: RankPool, model: Path, changes: Any) -> None:
     actor.run(start, model, changes)
     dtype = torch.bfloat16 if "mixed_precision" in changes else torch.float32
-    for counts in actor.run(sync_three_times, tmp_path, dtype):
+    for counts in actor.run(sync_three_times, dtype):
         assert len(counts) > 2, "all weights were in one bucket"
 
 
@@ -166,7 +168,7 @@ def test_adapters_are_left_to_verl(actor: RankPool, model: Path) -> None:
     actor.run(unmerged)
 
 
-def test_verls_sender_takes_what_a_reader_reads(tmp_path: Path) -> None:
+def test_verls_sender_takes_what_a_reader_reads() -> None:
     """As docs/verl.md has it, for a rollout of a program of one's own."""
     import_verl("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
     with Job(LAYOUT) as job:
@@ -175,7 +177,7 @@ def test_verls_sender_takes_what_a_reader_reads(tmp_path: Path) -> None:
         with Reader(job.handle) as reader:
             groups = read_groups(reader, SMALL, 1)
             weights_of = (one for group in groups for one in group.items())
-            found, counts = received(weights_of, tmp_path / "own.sock", 24_100)
+            found, counts = received(weights_of, 24_100)
     expected = weights.expected(1)
     assert found.keys() == expected.keys() and counts == [2, 1]
     assert all(torch.equal(found[name], value) for name, value in expected.items())
