@@ -244,7 +244,9 @@ class Reader:
             room = whole.narrow(parameter.shard_dim, part.at, part.length)
             straight = part.taken is None and room.is_contiguous()
             read = room if straight else torch.empty(part.shape, dtype=dtype)
-            self._sources[part.shard].copy(place + part.first, read.view(-1).view(torch.uint8))
+            # A dimension of one element may have any stride, which no view as bytes takes.
+            flat = read.as_strided((read.numel(),), (1,))
+            self._sources[part.shard].copy(place + part.first, flat.view(torch.uint8))
             if not straight:
                 room.copy_(part.of(read))
         for tensor in others if direct else (first, *others):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import uuid
 from collections.abc import Iterator
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,10 +61,20 @@ def refuse(*unused: Any, **given: Any) -> None:
     raise AssertionError("a parameter was gathered")
 
 
+def bucketed() -> Any:
+    """verl's module with its sender and receiver, of a package that asks for vLLM or SGLang where it is imported."""
+    import verl
+
+    path = Path(verl.__file__).parent / "workers" / "rollout" / "vllm_rollout" / "bucketed_weight_transfer.py"
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def received(weights: Any, nbytes: int = 3 * SMALL) -> tuple[dict[str, torch.Tensor], list[int]]:
     """What verl's receiver gets of verl's sender by shared memory in buckets of `nbytes`, and how many in each."""
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
-
     address, found = f"ipc://@{uuid.uuid4()}", dict[str, torch.Tensor]()
     counts: list[int] = []
 
@@ -71,10 +82,11 @@ def received(weights: Any, nbytes: int = 3 * SMALL) -> tuple[dict[str, torch.Ten
         counts.append(len(bucket))
         found.update((name, value.clone()) for name, value in bucket)
 
-    receiver = BucketedWeightReceiver(address, torch.device("cpu"), use_shm=True)
+    theirs = bucketed()
+    receiver = theirs.BucketedWeightReceiver(address, torch.device("cpu"), use_shm=True)
     thread = threading.Thread(target=receiver.receive_weights, args=(load,), daemon=True)
     thread.start()
-    sender = BucketedWeightSender(address, use_shm=True)
+    sender = theirs.BucketedWeightSender(address, use_shm=True)
     sender.bucket_size = nbytes
     asyncio.run(sender.async_send_weights(weights))
     thread.join()
@@ -170,7 +182,7 @@ def test_adapters_are_left_to_verl(actor: RankPool, model: Path) -> None:
 
 def test_verls_sender_takes_what_a_reader_reads() -> None:
     """As docs/verl.md has it, for a rollout of a program of one's own."""
-    import_verl("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
+    import_verl("verl.workers.rollout")
     with Job(LAYOUT) as job:
         weights = Weights()
         weights.publish(job, 1)
