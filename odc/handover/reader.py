@@ -17,6 +17,7 @@ from odc.deadlines import Backoff, Deadline
 from odc.errors import StaleVersionError, UnsupportedError, WaitTimeoutError
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
 from odc.handover.kept import KeptMember, bring
+from odc.handover.slices import ParameterSlice, ShardPart, parts_of, slice_of, whole_of
 from odc.net import host_identity
 from odc.protocol import Word
 from odc.runtime import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
@@ -29,6 +30,15 @@ class Weights(NamedTuple):
     """What `Reader.read` returns: the version's number, and the parameters by name in the model's state dict."""
 
     version: int
+    tensors: dict[str, torch.Tensor]
+
+
+class _Wanted(NamedTuple):
+    """A parameter, or a slice of it, of `shape`: the parts of shards to read, and the tensors to fill by name."""
+
+    parameter: PublishedParameter
+    shape: tuple[int, ...]
+    parts: list[ShardPart]
     tensors: dict[str, torch.Tensor]
 
 
@@ -107,25 +117,37 @@ class Reader:
         return {name: (one.shape, one.torch_dtype) for name, one in self._by_name.items()}
 
     @torch.no_grad()
-    def read(self, into: Mapping[str, Any] | None = None, *, at_least: int = 1) -> Weights:
-        """All parameters, whole, of one version to the last byte. It waits for the job, never the job for it.
+    def read(
+        self,
+        into: Mapping[str, Any] | None = None,
+        *,
+        at_least: int = 1,
+        slices: Mapping[str, tuple[int, int, int]] | None = None,
+    ) -> Weights:
+        """All parameters, whole or the slices asked for, of one version to the last byte. Training never waits for it.
 
         Args:
             into: tensors to fill, by name, of the right shapes, or writable arrays of any library that has DLPack
                 (NumPy, CuPy); only these are read, and converted to their dtype and device. After an error they hold a
                 mixture. What is returned are tensors of the same memory. None makes new CPU tensors in the published
-                (compute) dtype, of which tied names share one.
+                (compute) dtype, of which tied names share one, unless their slices differ.
             at_least: the oldest acceptable version; waits until every rank has published it.
+            slices: for a receiver under tensor parallelism, (dim, start, stop) by name: of this parameter only the
+                elements whose index along `dim` is in [start, stop), for which `into` has a tensor of their shape. If
+                `dim` is 0 no other bytes are read; if it is another in which the parameter is sharded, only the shards
+                that hold some; else all shards, which are cut one at a time. Of copies that are kept, see `Reader`, all
+                shards are read.
 
         Raises StaleVersionError if `tries` copies were overtaken by newer versions; WaitTimeoutError if a rank has
         neither published the version nor called into odc for `timeout_s`; PeerLostError if a rank died, exited or
-        aborted; ValueError if `into` names a tensor that is not exported, or has another shape, or is read-only.
+        aborted; ValueError if `into` names a tensor that is not exported, or has another shape, or is read-only, or if
+        `slices` names one that is not read, or leaves its shape.
         """
-        wanted = self._destinations(into)
+        wanted = self._destinations(into, slices or {})
         for _ in range(self._tries):
-            version = self._await_version(at_least, [one for one, _ in wanted])
+            version = self._await_version(at_least, [one.parameter for one in wanted])
             if self._copy(version, wanted):
-                return Weights(version, {name: tensor for one, tensors in wanted for name, tensor in tensors})
+                return Weights(version, {name: tensor for one in wanted for name, tensor in one.tensors.items()})
             self.overtaken += 1
         more = "" if self._handle.buffers > 1 else "; Settings(second_buffer=True) in the job gives it more"
         raise StaleVersionError(
@@ -133,20 +155,29 @@ class Reader:
             f"(now {self.version}): a fetch takes longer than the job's steps{more}, or raise `tries`"
         )
 
-    def _destinations(self, into: Mapping[str, Any] | None) -> list[_Wanted]:
-        if into is None:
-            made = [(one, torch.empty(one.shape, dtype=one.torch_dtype)) for one in self._handle.parameters]
-            return [(one, [(name, tensor) for name in one.names]) for one, tensor in made]
-        by_parameter: dict[int, _Wanted] = {}
-        for name, given in into.items():
-            tensor = _tensor_over(name, given)
+    def _destinations(self, into: Mapping[str, Any] | None, slices: Mapping[str, Any]) -> list[_Wanted]:
+        names = self._by_name if into is None else into
+        if unread := sorted(slices.keys() - names.keys()):
+            why = "is not exported" if into is None else "is not in `into`"
+            raise ValueError(f"{unread[0]!r} {why}; leave it out of `slices`")
+        found: dict[tuple[int, ParameterSlice], _Wanted] = {}
+        for name in names:
+            tensor = None if into is None else _tensor_over(name, into[name])
             known = self._by_name.get(name)
             if known is None:
                 raise ValueError(f"{name!r} is not exported; leave it out of `into`")
-            if tuple(tensor.shape) != known.shape:
-                raise ValueError(f"{name!r} has shape {known.shape}, not {tuple(tensor.shape)}")
-            by_parameter.setdefault(id(known), (known, []))[1].append((name, tensor))
-        return list(by_parameter.values())
+            cut = slice_of(name, known, slices[name]) if name in slices else whole_of(known)
+            shape = cut.shape_of(known)
+            if tensor is not None and tuple(tensor.shape) != shape:
+                raise ValueError(f"{name!r} has shape {shape}, not {tuple(tensor.shape)}")
+            one = found.get((id(known), cut))
+            if one is None:
+                parts = parts_of(known, len(self._sources), cut)
+                one = found[id(known), cut] = _Wanted(known, shape, parts, {})
+            if tensor is None:
+                tensor = next(iter(one.tensors.values()), None)
+            one.tensors[name] = torch.empty(shape, dtype=known.torch_dtype) if tensor is None else tensor
+        return list(found.values())
 
     def _await_version(self, at_least: int, parameters: Sequence[PublishedParameter]) -> int:
         """The newest version that all ranks have published, and none has begun to overwrite: its shards, or the changes
@@ -177,18 +208,22 @@ class Reader:
 
     def _copy(self, version: int, wanted: Sequence[_Wanted]) -> bool:
         """Copy all of `wanted`; whether it is of `version` to the last byte."""
-        parameters, buffers = [one for one, _ in wanted], self._handle.buffers
+        buffers = self._handle.buffers
+        parameters = list({id(one.parameter): one.parameter for one in wanted}.values())
         if self._kept and not bring(self._kept, version, parameters, buffers, self._overtaken):
             return False
         direct = len(self._sources) - len(self._kept)
-        extents = [(one.place(version, buffers), one.nbytes) for one in parameters]
-        for source in self._sources:
-            source.expect(extents)
+        extents: list[list[tuple[int, int]]] = [[] for _ in self._sources]
+        for one in wanted:
+            for part in one.parts:
+                extents[part.shard].append((one.parameter.place(version, buffers) + part.first, part.nbytes))
+        for source, expected in zip(self._sources, extents, strict=True):
+            source.expect(expected)
         unlooked = 0
-        for one, tensors in wanted:
-            self._assemble(one, version, [tensor for _, tensor in tensors])
-            unlooked += one.nbytes * direct
-            if unlooked >= _LOOK_BYTES:
+        for one in wanted:
+            self._assemble(one, version)
+            unlooked += sum(part.nbytes for part in one.parts)
+            if direct and unlooked >= _LOOK_BYTES:
                 unlooked = 0
                 if self._overtaken(version + buffers):
                     return False
@@ -199,30 +234,24 @@ class Reader:
             source.fence()
         return not self._overtaken(version + buffers)
 
-    def _assemble(self, one: PublishedParameter, version: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Assemble the ranks' shards in each of `tensors`."""
-        dtype, first, place = one.torch_dtype, tensors[0], one.place(version, self._handle.buffers)
+    def _assemble(self, one: _Wanted, version: int) -> None:
+        """Assemble the parts of the ranks' shards in each of the tensors."""
+        parameter, (first, *others) = one.parameter, one.tensors.values()
+        dtype, place = parameter.torch_dtype, parameter.place(version, self._handle.buffers)
         direct = first.device.type == "cpu" and first.dtype == dtype and first.is_contiguous()
-        whole = first if direct else torch.empty(one.shape, dtype=dtype)
-        if one.shard_dim == 0:
-            self._lay_end_to_end(place, one.nbytes, whole)
-        else:
-            shape = list(one.shape)
-            shape[one.shard_dim] //= len(self._sources)
-            parts = whole.split(shape[one.shard_dim], one.shard_dim)
-            shard = torch.empty(one.shard_numel, dtype=dtype)
-            for part, source in zip(parts, self._sources, strict=True):
-                source.copy(place, shard.view(torch.uint8))
-                part.copy_(shard.view(shape))
-        for tensor in tensors if whole is not first else tensors[1:]:
+        whole = first.detach() if direct else torch.empty(one.shape, dtype=dtype)
+        for part in one.parts:
+            room = whole.narrow(parameter.shard_dim, part.at, part.length)
+            straight = part.taken is None and room.is_contiguous()
+            read = room if straight else torch.empty(part.shape, dtype=dtype)
+            # A dimension of one element may have any stride, which no view as bytes takes.
+            flat = read.as_strided((read.numel(),), (1,))
+            self._sources[part.shard].copy(place + part.first, flat.view(torch.uint8))
+            if not straight:
+                room.copy_(part.of(read))
+        for tensor in others if direct else (first, *others):
             if tensor.data_ptr() != whole.data_ptr():
                 tensor.copy_(whole)
-
-    def _lay_end_to_end(self, place: int, shard: int, whole: torch.Tensor) -> None:
-        """Shards of the first dimension are `shard` consecutive bytes each; only the end of the last is padding."""
-        raw = whole.detach().view(-1).view(torch.uint8)
-        for source, first in zip(self._sources, range(0, raw.numel(), max(1, shard)), strict=False):
-            source.copy(place, raw[first : first + shard])
 
     def _refuse_if_gone(self, doing: str) -> None:
         for source in self._sources:
@@ -241,9 +270,6 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-_Wanted = tuple[PublishedParameter, list[tuple[str, torch.Tensor]]]
 
 
 def _tensor_over(name: str, given: Any) -> torch.Tensor:

@@ -38,6 +38,7 @@ from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_un
 from odc.integrations.transformers_pieces import arguments_of, refuse_documents, refuse_unsplittable, row_of
 from odc.integrations.transformers_recovery import RecoveringTrainer, alone, refuse_unrepeatable
 from odc.integrations.transformers_rows import refuse_mixed_rows
+from odc.integrations.transformers_vllm import serve_from_shards, serves, without_communicator
 from odc.recovery import Recovery
 from odc.settings import Settings
 from odc.split import Splitter, ranks_of_host
@@ -148,7 +149,7 @@ class OdcTrainer(RecoveringTrainer):
         self._max_tokens, self._split = max_tokens, split
         self._splitter: Splitter | None = None
         self._scaled: ScaledLoss | None = None
-        with alone(recovery):
+        with alone(recovery), without_communicator(args):
             super().__init__(model=model, args=args, **options)
         refuse_arguments(self.args)
         if split and max_tokens is None:
@@ -165,6 +166,8 @@ class OdcTrainer(RecoveringTrainer):
         prepare(self.model, blocks=blocks, settings=settings)
         if isinstance(reference := getattr(self, "ref_model", None), torch.nn.Module):  # of TRL's trainers
             _prepare_reference(reference, blocks=blocks, settings=settings)
+        if serves(self.args):
+            serve_from_shards(self)
 
     def train(self, *args: Any, **options: Any) -> Any:
         """As the Trainer's; frees the arenas of split samples at its end."""

@@ -38,7 +38,6 @@ REFUSED_OF_TRL = {
     "sync_ref_model": "the reference keeps the weights it was sharded with; leave it out",
     "use_transformers_continuous_batching": "it casts and moves the sharded model; leave it out",
     "use_transformers_paged": "it casts and moves the sharded model; leave it out",
-    "use_vllm": "vLLM would be sent shards; generate with the model itself, or see docs/rl.md",
 }
 
 #: Words in the names of fields that shard a model or choose a precision, which odc does.
@@ -60,6 +59,8 @@ def refuse_arguments(args: Any) -> None:
     for name, instead in (newer | REFUSED | REFUSED_OF_TRL).items():
         if value := getattr(args, name, None):
             _refuse(f"{name}={value!r}", instead)
+    if getattr(args, "use_vllm", False) and (mode := getattr(args, "vllm_mode", None)) != "server":
+        _refuse(f"use_vllm=True with vllm_mode={mode!r}", 'it would load shards; use vllm_mode="server" (docs/rl.md)')
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in OPTIMIZERS:
         _refuse(f"optim={optimizer!r}", f"use one of {', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs")

@@ -74,6 +74,17 @@ def test_what_is_refused_raises_with_what_to_use(name: str, instead: str, tmp_pa
     assert not (tmp_path / "run").exists(), "something was built before"
 
 
+def test_vllm_is_refused_but_as_a_server(tmp_path: Path) -> None:
+    from odc.integrations.transformers_arguments import refuse_arguments
+
+    args = arguments(tmp_path)
+    args.use_vllm, args.vllm_mode = True, "server"
+    refuse_arguments(args)
+    args.vllm_mode = "colocate"
+    with pytest.raises(ConfigError, match=r"^odc cannot apply use_vllm=True with vllm_mode='colocate': .*\"server\""):
+        refuse_arguments(args)
+
+
 def test_arguments_as_they_are_given_on_a_command_line_are_refused(tmp_path: Path) -> None:
     from odc.integrations.transformers_arguments import refuse_arguments
 

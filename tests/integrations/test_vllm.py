@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import RankPool
-from support.verl import save_tiny_tokenizer
-from support.vllm_engine import ANSWER, PROMPT, serve
+from support.vllm_engine import ANSWER, PROMPT, save_model, serve
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import fully_shard
@@ -24,16 +23,6 @@ pytestmark = [
     pytest.mark.timeout(3600),  # vLLM starts three processes, which takes long on a busy machine
 ]
 held = SimpleNamespace()  # of a rank: the model and its optimizer
-
-
-def save_model(folder: Path) -> None:
-    """Heads have 64 elements: the attention of vLLM on the CPU does not know smaller ones."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    sizes = {"vocab_size": save_tiny_tokenizer(folder), "max_position_embeddings": 64, "num_key_value_heads": 1}
-    sizes |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(folder)
 
 
 def start(rank: int, world: int, folder: Path) -> str:

@@ -194,6 +194,15 @@ def read_a_trained_model(rank: int, world: int, case: Case, options: dict[str, A
         into = {name: torch.empty_like(value) for name, value in whole.items()}
         source.read(into)
         assert all(torch.equal(into[name], value.to(dtype).float()) for name, value in whole.items())
+        for dim in (0, -1):  # as two tensor-parallel receivers read it
+            for half in range(2):
+                cuts = {
+                    name: (dim % value.dim(), value.shape[dim] * half // 2, value.shape[dim] * (half + 1) // 2)
+                    for name, value in whole.items()
+                }
+                halves = source.read(slices=cuts).tensors
+                for name, (along, start, stop) in cuts.items():
+                    assert torch.equal(halves[name], whole[name].to(dtype).narrow(along, start, stop - start)), name
         with torch.no_grad():  # a root whose parameters are gathered makes the same handle
             before = weight_handle(model)
             model(tokens(rank, 0, 0))

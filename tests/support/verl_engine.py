@@ -81,3 +81,11 @@ def loss_with_metrics(model_output: Any, data: Any, dp_group: Any = None) -> Any
         "max": Metric("max", float(mask.sum())),
         "plain": likely.mean().item(),
     }
+
+
+def gathered(engine: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """All weights by the method of verl's own engine: a collective of all ranks for each parameter."""
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    weights, _ = FSDPEngine.get_per_tensor_param(engine, **options)
+    return {name: value.clone() for name, value in weights}

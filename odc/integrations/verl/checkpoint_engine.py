@@ -12,36 +12,17 @@ in the actor's ranks, in the rollout's processes and in the driver.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
-from verl.utils.model import convert_weight_keys
-from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from odc.errors import ConfigError, UnsupportedError
-from odc.handover import Reader, read_groups, version, weight_handle
 from odc.integrations.verl.engine import actor_here
+from odc.integrations.verl.published import Published, PublishedReader, published
 
 _NO_ACTOR = "rollout.checkpoint_engine.backend=odc needs actor_rollout_ref.actor.strategy=odc"
-
-
-@dataclass(frozen=True)
-class Published:
-    """What a rollout process has to know of a sync.
-
-    `handle` lets it read the weights (a password for them) from `version` on; `names` are those that verl gives to what
-    the state dict holds; `whole` are, by the names of the state dict, the values that no rank shards (buffers).
-    """
-
-    handle: str
-    version: int
-    names: dict[str, str]
-    whole: dict[str, torch.Tensor]
-    model_type: str
 
 
 @CheckpointEngineRegistry.register("odc")
@@ -55,9 +36,9 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = 600.0) -> None:
-        self._bucket, self._is_master, self._timeout_s = bucket_size, is_master, timeout_s
+        self._bucket, self._is_master = bucket_size, is_master
         self._published: Published | None = None
-        self._reader: tuple[str, Reader] | None = None  # and the handle that it was made of
+        self._reader = PublishedReader(timeout_s)
 
     def prepare(self) -> Published | None:
         """On every rank of the actor: publish the weights; waits until every rank is done with what was published
@@ -102,33 +83,8 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         published = self._published
         if published is None:
             raise ConfigError("receive_weights() before init_process_group(): nothing is known of what is to be read")
-        for name, tensor in _as_verl(published.whole, published):
+        for name, tensor in self._reader.read(published, self._bucket):
             yield name, tensor
-        reader = self._reader_of(published.handle)
-        for tensors in read_groups(reader, self._bucket, published.version):
-            for name, tensor in _as_verl(tensors, published):
-                yield name, tensor
-
-    def _reader_of(self, handle: str) -> Reader:
-        """The reader of the last sync, or a new one where the actor has another handle."""
-        if self._reader is None or self._reader[0] != handle:
-            if self._reader is not None:
-                self._reader[1].close()
-            self._reader = handle, Reader(handle, timeout_s=self._timeout_s)
-        return self._reader[1]
-
-
-def published(engine: Any) -> Published:
-    """What rollout processes learn of the engine's weights, as they were published last."""
-    module, state = engine.module, engine.module.state_dict()
-    names = convert_weight_keys({key: key for key in state}, module)
-    return Published(
-        handle=weight_handle(module),
-        version=version(module),
-        names={key: name for name, key in names.items()},
-        whole={key: value.cpu() for key, value in state.items() if not isinstance(value, DTensor)},
-        model_type=engine.model_config.hf_config.model_type,
-    )
 
 
 def _refuse(engine: Any) -> None:
@@ -139,9 +95,3 @@ def _refuse(engine: Any) -> None:
     for what, there in refused.items():
         if there:
             raise UnsupportedError(f"rollout.checkpoint_engine.backend=odc does not export weights of {what}")
-
-
-def _as_verl(tensors: Mapping[str, torch.Tensor], published: Published) -> Iterator[tuple[str, torch.Tensor]]:
-    """By the names under which verl's engines send weights, the experts of a layer one by one."""
-    named = ((published.names[key], tensor) for key, tensor in tensors.items())
-    return iter(unfuse_moe_params(named, published.model_type))

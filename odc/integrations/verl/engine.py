@@ -38,6 +38,7 @@ from odc.integrations.verl.pieces import (
     refuse_options,
     spread,
 )
+from odc.integrations.verl.published import PublishedReader, published_here
 from odc.integrations.verl.rebalance import move_rows, owners_of, refuse_long
 from odc.integrations.verl.seqlen_balancing import WORKLOAD, rearrange_micro_batches, row_lengths
 from odc.integrations.verl.units import units_of
@@ -63,8 +64,21 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
                 raise UnsupportedError(f"strategy odc does not support {name}")
         self._rows: RowPieces | None = None
         self._piece: SamplePiece | None = None  # that a forward step is for
+        self._published = PublishedReader(self._options.settings.timeout_s)  # for rollouts beside this rank
         if self._options.split:
             refuse_options(self.model_config, self.engine_config)
+
+    def get_per_tensor_param(
+        self, layered_summon: bool = False, base_sync_done: bool = False, **options: Any
+    ) -> tuple[Any, Any]:
+        """As verl's, which gathers each parameter on all ranks. On CPU ranks, without adapters and quantization, a rank
+        reads what all of them publish instead, in their compute dtype: no rank waits for another's rollout.
+        """
+        weights, adapter = super().get_per_tensor_param(layered_summon, base_sync_done, **options)
+        quantized, module = getattr(self, "_qat_enabled", False), self.module
+        if quantized or hasattr(module, "peft_config") or next(module.parameters()).device.type != "cpu":
+            return weights, adapter
+        return published_here(self, self._published), None
 
     def _precision(self) -> tuple[torch.dtype, torch.dtype]:
         """Dtypes of compute and of reduction, with verl's defaults."""

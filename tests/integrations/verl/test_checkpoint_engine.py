@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.ranks import RankPool
 from support.verl import import_verl, join_as_verl, needs_verl, save_tiny_model
-from support.verl_engine import build, loss_with_metrics, rows
+from support.verl_engine import build, gathered, loss_with_metrics, rows
 
 from odc.errors import ConfigError, StaleVersionError, UnsupportedError
 
@@ -58,9 +58,9 @@ def start(rank: int, world: int, model: Path, strategy: str, changes: dict[str, 
 def prepare(rank: int, world: int) -> Any:
     """What this rank hands to the rollout, and after that what verl would have sent."""
     learned = held.sync.prepare()
-    weights, _ = held.engine.get_per_tensor_param()
-    assert asyncio.run(held.sync.send_weights(weights)) == {}
-    return learned, {name: value.clone() for name, value in weights}
+    handed, _ = held.engine.get_per_tensor_param()
+    assert asyncio.run(held.sync.send_weights(handed)) == {}
+    return learned, gathered(held.engine)
 
 
 def step(rank: int, world: int) -> None:

@@ -1,0 +1,85 @@
+"""TRL's generation by a vLLM server that reads the ranks' published shards: `use_vllm=True, vllm_mode="server"`.
+
+TRL gathers every parameter on all ranks, and rank 0 sends it to the server over NCCL. Here all ranks publish, and the
+server's workers read (`odc.integrations.vllm`): no rank gathers or sends. For TRL 1.16 and a server started with
+`--weight-transfer-config '{"backend": "odc"}'`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from odc.errors import ConfigError
+from odc.handover import version, weight_handle
+
+
+def serves(args: Any) -> bool:
+    """Whether a Trainer's arguments are TRL's for generation by a server."""
+    return bool(getattr(args, "use_vllm", False)) and getattr(args, "vllm_mode", None) == "server"
+
+
+@contextlib.contextmanager
+def without_communicator(args: Any) -> Iterator[None]:
+    """While a Trainer is made: TRL's client of a server opens no communicator, but checks who sends the weights."""
+    if not serves(args):
+        yield
+        return
+    try:
+        from trl.generation.vllm_client import VLLMClient
+    except ImportError as error:
+        raise ConfigError(f"odc cannot apply vllm_mode='server': it needs TRL 1.16 ({error})") from error
+    stock, VLLMClient.init_communicator = VLLMClient.init_communicator, _refuse_other_backend
+    try:
+        yield
+    finally:
+        VLLMClient.init_communicator = stock
+
+
+def _refuse_other_backend(client: Any, device: Any = None) -> None:
+    """In place of `VLLMClient.init_communicator`."""
+    backend = (client.get_server_info()["weight_transfer_config"] or {}).get("backend")
+    if backend != "odc":
+        raise ConfigError(
+            f"the vLLM server at {client.base_url} takes weights by {backend!r}: with odc installed where it runs, "
+            """start it with --weight-transfer-config '{"backend": "odc"}'"""
+        )
+
+
+def serve_from_shards(trainer: Any) -> None:
+    """Let the server of a Trainer whose model is sharded read its weights. ConfigError if they are not exported."""
+    if hasattr(trainer.model, "peft_config"):
+        raise ConfigError("odc cannot apply use_vllm=True with an adapter: ranks publish it unmerged; leave it out")
+    if trainer.accelerator.device.type != "cpu":
+        raise ConfigError("odc cannot apply use_vllm=True on GPUs: weights there are not exported yet; leave it out")
+    trainer.vllm_generation.sync_weights = ServerWeights(trainer.model, trainer.vllm_generation)
+
+
+class ServerWeights:
+    """In place of `VLLMGeneration.sync_weights`, for a root of `odc.fully_shard`.
+
+    Every rank calls it, outside of a minibatch. Each publishes; the main process asks the server to read, and all wait
+    until it has. Raises there what TRL's client does if the server refuses.
+    """
+
+    def __init__(self, model: Any, generation: Any) -> None:
+        self._model, self._generation = model, generation
+        self._handle = ""  # by which the server reads
+
+    def __call__(self) -> None:
+        self._model.publish()
+        accelerator = self._generation.accelerator
+        if accelerator.is_main_process:
+            self._read(self._generation.vllm_client)
+        accelerator.wait_for_everyone()  # a rank that went on could publish the next version
+
+    def _read(self, client: Any) -> None:
+        handle = weight_handle(self._model)
+        if handle != self._handle:  # the first, or of a job that has lost a rank since
+            client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": {"handle": handle}})
+            self._handle = handle
+        with client.weight_update():
+            update = {"update_info": {"version": version(self._model)}}
+            client._post(f"{client.base_url}/update_weights", json=update)
+        client.reset_prefix_cache()

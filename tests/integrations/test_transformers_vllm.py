@@ -1,0 +1,101 @@
+"""How TRL's server gets the weights: ranks publish, and it reads; servers and models that cannot are refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import Case, adamw, build
+from support.on_ranks import on_ranks
+from support.programs import backward
+from torch.distributed.device_mesh import init_device_mesh
+
+from odc import fully_shard
+from odc.errors import ConfigError
+from odc.handover import Reader, read_groups
+from odc.integrations.transformers_vllm import ServerWeights, _refuse_other_backend, serve_from_shards
+
+
+class ReadingClient:
+    """In place of TRL's client: it notes what is asked of the server, and reads as one would."""
+
+    base_url = "http://server"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._reader: Reader | None = None
+
+    def _post(self, url: str, json: dict[str, Any]) -> None:
+        self.asked.append(url.removeprefix(f"{self.base_url}/"))
+        if "init_info" in json:
+            self._reader = Reader(**json["init_info"], timeout_s=60.0)
+            return
+        assert self._reader is not None
+        for group in read_groups(self._reader, 1 << 10, **json["update_info"]):
+            self.tensors |= {name: tensor.clone() for name, tensor in group.items()}
+
+    @contextlib.contextmanager
+    def weight_update(self) -> Iterator[None]:
+        self.asked.append("start")
+        yield
+        self.asked.append("finish")
+
+    def reset_prefix_cache(self) -> None:
+        self.asked.append("reset")
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+
+
+@on_ranks(2)
+def test_the_server_reads_what_the_ranks_have_published(rank: int, world: int) -> None:
+    model = build(fully_shard, Case(counts=((1,),)), init_device_mesh("cpu", (world,)))
+    optimizer, client = adamw(model), ReadingClient()
+    accelerator = SimpleNamespace(is_main_process=rank == 0, wait_for_everyone=dist.barrier)
+    sync = ServerWeights(model, SimpleNamespace(accelerator=accelerator, vllm_client=client))
+    for step in range(3):
+        sync()
+        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        if rank == 0:
+            assert client.tensors.keys() == whole.keys()
+            assert all(torch.equal(client.tensors[name], value) for name, value in whole.items()), step
+        with model.minibatch():
+            backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    once = ["start", "update_weights", "finish", "reset"]
+    assert client.asked == (["init_weight_transfer_engine", *once * 3] if rank == 0 else [])
+    client.close()
+    dist.barrier()
+
+
+def server(transfer: Any) -> Any:
+    return SimpleNamespace(base_url="http://host:8000", get_server_info=lambda: {"weight_transfer_config": transfer})
+
+
+def test_a_server_that_does_not_read_is_refused_by_name() -> None:
+    _refuse_other_backend(server({"backend": "odc"}), "cpu")
+    for transfer, found in ((None, "None"), ({"backend": "nccl"}, "'nccl'")):
+        with pytest.raises(ConfigError, match=f"the vLLM server at http://host:8000 takes weights by {found}: .*odc"):
+            _refuse_other_backend(server(transfer), "cpu")
+
+
+def test_weights_that_are_not_exported_are_refused_before_the_first_step() -> None:
+    def trainer(device: str, **model: Any) -> Any:
+        made = {"model": SimpleNamespace(**model), "accelerator": SimpleNamespace(device=torch.device(device))}
+        return SimpleNamespace(**made, vllm_generation=SimpleNamespace(sync_weights=None))
+
+    with pytest.raises(ConfigError, match="use_vllm=True with an adapter"):
+        serve_from_shards(trainer("cpu", peft_config={}))
+    with pytest.raises(ConfigError, match="use_vllm=True on GPUs"):
+        serve_from_shards(trainer("cuda"))
+    fits = trainer("cpu")
+    serve_from_shards(fits)
+    assert isinstance(fits.vllm_generation.sync_weights, ServerWeights)
