@@ -257,7 +257,7 @@ def above(folder: Path, *lines: str) -> Path:
     [
         ({}, ["torchrun odc train --model m"], "odc", ""),
         (tasks(4)[2], [], "srun --nodes 1 --ntasks-per-node 4 odc", ""),
-        (tasks(4)[2] | {"SLURM_STEP_NUM_NODES": "2"}, [], "srun --nodes 2 --ntasks-per-node 2 odc", ""),
+        (tasks(4)[0] | {"SLURM_STEP_NUM_NODES": "2"}, [], "srun --nodes 2 --ntasks-per-node 2 odc", ""),
         (AGENT, ["/v/python /v/torchrun -m odc.cli train --model m", "bash"], "torchrun -m odc.cli", ""),
         (AGENT, ["/v/python -m torch.distributed.run x.py train --model m"], "/v/python -m torch.distributed.run x.py", ""),
         (AGENT, ["nice odc train --model m", "time run odc train --model m"], "time run odc", ""),
