@@ -87,9 +87,7 @@ def _configured(command: str, kind: Callable[..., Any], given: dict[str, Any], e
     return config
 
 
-def what_is_left(
-    given: dict[str, Any], config: JobConfig, checkpoint: str | None, start: Start = ALONE
-) -> list[str]:
+def what_is_left(given: dict[str, Any], config: JobConfig, checkpoint: str | None, start: Start = ALONE) -> list[str]:
     """Lines for the end of a job: what it has written, and the commands that go on from there; none if it kept nothing.
 
     `given` are the options of the command, `checkpoint` the last one that was saved.

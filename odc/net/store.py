@@ -372,4 +372,3 @@ def _namespace() -> str:
     """Two processes with the same text see the same process ids."""
     boot, pids, _ = place()
     return boot + pids
-

@@ -120,6 +120,8 @@ def test_what_parts_the_containers_of_a_machine_is_named_with_its_remedy() -> No
     hosts = [Host(n, n, "name", "10.0.0.1", "eth0", 1500, place.split()) for n, place in enumerate(places)]
     pids, networks = parted([*hosts, *(Host(n, n, "name", "10.0.0.1", "", 0, ("", "", "")) for n in (6, 7))])
     assert pids.startswith("Hosts 0, 1 are containers of one machine that do not share its PID namespace, so")
-    assert networks.startswith("Hosts 2, 3, 4 are containers of one machine that do not share its network namespace, so")
+    assert networks.startswith(
+        "Hosts 2, 3, 4 are containers of one machine that do not share its network namespace, so"
+    )
     assert "shareProcessNamespace" in pids and "hostNetwork" not in pids
     assert "hostNetwork" in networks and "hostPID" not in networks

@@ -35,7 +35,6 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RobustMutex, "held", refuse)
 
 
-
 def asked(group: HeapGroup, member: int, name: str, patch: pytest.MonkeyPatch) -> list[int]:
     """Grows by the number of places, or values, at every call of a function of the member's mover."""
     mover, calls = group.layouts[member].mover, list[int]()

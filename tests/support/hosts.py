@@ -295,9 +295,9 @@ class Hosts:
         """Start `torchrun` with `program` on every host, as a user does; one process a host. `each` has more words."""
         started = []
         for host in self.hosts:
-            where = ["--nnodes", str(len(self.hosts)), "--node-rank", str(host.number), "--nproc-per-node", str(per_host)]
-            where += ["--master-addr", self.hosts[0].address, "--master-port", "29511"]
-            command = (sys.executable, "-m", "torch.distributed.run", *where, *program)
+            where = ["--nnodes", len(self.hosts), "--node-rank", host.number, "--nproc-per-node", per_host]
+            where += ["--master-addr", self.hosts[0].address, "--master-port", 29511]
+            command = (sys.executable, "-m", "torch.distributed.run", *map(str, where), *program)
             command += tuple(each[host.number]) if each else ()
             started.append(host.command(*command, env={"OMP_NUM_THREADS": "1", **env}))
         return started
