@@ -3,6 +3,7 @@
 # it, likewise, and .venv-vllm over .venv-integrations; test-torch and test-emulated lay .venv-torch-* over it.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
+#   VENV=.venv-python3.13    another environment than .venv, for test and test-all with another interpreter beside it
 #   TORCH_INDEX=https://...  one more package index to take torch from, e.g. PyTorch's for CPU builds:
 #                            https://download.pytorch.org/whl/cpu (without it your own index decides)
 #   TORCH=2.15.0             the torch of test-torch and test-fsdp2, in an environment of its own (the one of .venv),
@@ -133,7 +134,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/mypy
 
 clean:  ## remove the environments and everything that tools and runs left behind
-	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-nvshmem .venv-integrations .venv-vllm .venv-evaluation .venv-torch-* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-nvshmem .venv-integrations .venv-vllm .venv-evaluation .venv-torch-* .venv-python* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.

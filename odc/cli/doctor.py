@@ -37,7 +37,8 @@ def doctor(
 
     Exit code 0: odc can run here (and everything of --need works); 1: it cannot, and the report says why.
     With --model: a table of memory, computed from the layout of the heap; nothing is allocated or looked at.
-    With --reach: host 0 prints all hosts and the ways between them; exit code 1 there if one does not work.
+    With --reach: host 0 prints all hosts, the ways between them, and which of them could be one; exit code 1 there if a
+    way does not work.
     """
     if reach:
         _print_reach()
@@ -141,7 +142,7 @@ def _print_reach() -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from odc.doctor.reach import look
+    from odc.doctor.reach import look, parted
     from odc.settings import Settings
 
     seen = look(Settings(timeout_s=120.0))
@@ -159,6 +160,9 @@ def _print_reach() -> None:
         table.add_row(
             str(way.source), str(way.target), *figures, f"[red]{escape(way.wrong)}[/red]" if way.wrong else "ok"
         )
-    Console().print(places, table)
+    console = Console()
+    console.print(places, table)
+    for line in parted(hosts):
+        console.print(escape(line), highlight=False)
     if any(way.wrong for way in ways):
         raise Exit(1)

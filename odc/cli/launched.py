@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from odc import launchers
@@ -17,6 +20,58 @@ def under_launcher() -> str | None:
     if launched is None or (launched.launcher != launchers.TORCHRUN and launched.world == 1):
         return None
     return launched.launcher
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a person starts a command of odc: the words before the command's name, and what they do not show."""
+
+    words: Sequence[str] = ("odc",)
+    note: str = ""
+
+
+ALONE = Start()
+
+
+def how_to_start(arguments: Sequence[str], parent: int | None = None, proc: Path = Path("/proc")) -> Start:
+    """How this process's job was started, to be called before `join_launcher`. `arguments` are those of this command.
+
+    The words of torchrun and mpirun are read off the processes above this one, from `parent` on; srun's follow from its
+    variables.
+    """
+    launched = launchers.find(os.environ)
+    if launched is None or launched.missing:
+        return ALONE
+    if launched.launcher == "srun":
+        alike = launched.local_world * launched.hosts == launched.world
+        tasks = ("--ntasks-per-node", launched.local_world) if alike else ("--ntasks", launched.world)
+        return Start(tuple(map(str, ("srun", "--nodes", launched.hosts, *tasks, "odc"))))
+    above = launched.launcher in ("mpirun", "mpiexec") or "TORCHELASTIC_RUN_ID" in os.environ
+    words = _words_above(arguments, os.getppid() if parent is None else parent, proc) if above else ()
+    if not words:
+        return Start(note="by the launcher of this job")
+    if launched.launcher == launchers.TORCHRUN and launched.hosts > 1:
+        return Start(words, "on every host, as this job")
+    return Start(words)
+
+
+def _words_above(arguments: Sequence[str], pid: int, proc: Path) -> tuple[str, ...]:
+    """The words before `arguments` in the first command line that ends with them, of `pid` and the processes above it.
+
+    Empty where there is none.
+    """
+    found: tuple[str, ...] = ()
+    try:
+        while pid > 1:
+            words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+            if arguments and words[-len(arguments) :] == [*arguments]:
+                found = tuple(words[: -len(arguments)])
+            stat = (proc / str(pid) / "stat").read_text()
+            pid = int(stat.rpartition(")")[2].split()[1])  # behind the name, which may hold anything, and the state
+    except OSError:  # of another container, or gone
+        pass
+    program = Path(found[1]).name if len(found) > 1 else ""
+    return (program, *found[2:]) if program and shutil.which(program) == found[1] else found
 
 
 def join_launcher(given: dict[str, Any]) -> int:

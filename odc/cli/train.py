@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Annotated, Any
 
 from typer import Option
 
 from odc.arms import PLANS
-from odc.cli.launched import carry_out_job, given_by_launcher, join_launcher
+from odc.cli.launched import ALONE, Start, carry_out_job, given_by_launcher, how_to_start, join_launcher
 from odc.cli.options import options_from
 from odc.errors import ConfigError
 from odc.experiments.config import GrpoConfig, JobConfig
@@ -33,6 +33,7 @@ def train(
     """
     if plan is not None:
         given["arm"] = _arm_of(plan, given)
+    start = how_to_start(sys.argv[1:])
     each = join_launcher(given)
     config = _configured("train", JobConfig, given, each)
     if os.environ.get("RANK", "0") == "0":
@@ -41,7 +42,7 @@ def train(
 
     result = carry_out_job(TextWorkload(config), each)
     if result is not None:
-        print("\n".join([result.summary(), *what_is_left(given, config, result.checkpoint)]))
+        print("\n".join([result.summary(), *what_is_left(given, config, result.checkpoint, start)]))
 
 
 @options_from(GrpoConfig)
@@ -86,7 +87,7 @@ def _configured(command: str, kind: Callable[..., Any], given: dict[str, Any], e
     return config
 
 
-def what_is_left(given: dict[str, Any], config: JobConfig, checkpoint: str | None) -> list[str]:
+def what_is_left(given: dict[str, Any], config: JobConfig, checkpoint: str | None, start: Start = ALONE) -> list[str]:
     """Lines for the end of a job: what it has written, and the commands that go on from there; none if it kept nothing.
 
     `given` are the options of the command, `checkpoint` the last one that was saved.
@@ -99,9 +100,12 @@ def what_is_left(given: dict[str, Any], config: JobConfig, checkpoint: str | Non
     if config.output:
         again = {name: value for name, value in given.items() if name not in ("steps", "export", "resume")}
         resume = {"resume": config.output}
-        lines.append("go on     " + _command(again | {"steps": 2 * config.steps} | resume))
+        lines.append("go on     " + _command(start.words, again | {"steps": 2 * config.steps} | resume))
         if not config.export:
-            lines.append("export    " + _command(again | {"steps": config.steps} | resume | {"export": "FOLDER"}))
+            export = {"steps": config.steps} | resume | {"export": "FOLDER"}
+            lines.append("export    " + _command(start.words, again | export))
+        if start.note:
+            lines.append(f"start     each of these {start.note}")
     if config.export:
         whole = not config.lora or config.merge
         model = f"pretrained={config.export}" if whole else f"pretrained={config.model},peft={config.export}"
@@ -109,10 +113,10 @@ def what_is_left(given: dict[str, Any], config: JobConfig, checkpoint: str | Non
     return lines
 
 
-def _command(options: dict[str, Any]) -> str:
-    """`odc train` with fields of its configuration, as one types it."""
+def _command(start: Sequence[str], options: dict[str, Any]) -> str:
+    """`odc train`, after the words that start it, with fields of its configuration, as one types it."""
     flags = {one.name: one.metadata.get("flag", f"--{one.name.replace('_', '-')}") for one in fields(JobConfig)}
-    words = ["odc", "train"]
+    words = [*start, "train"]
     for name, value in options.items():
         if value is not False:
             words += [flags[name]] if value is True else [flags[name], str(value)]

@@ -1,8 +1,9 @@
 """Whether all hosts of a job reach each other: `odc doctor --reach`, started on every host by the job's own launcher.
 
-One process of each host listens as a rank does (`odc.net.HostNetwork`), connects to every other host's, and sends bytes
-there and back, one byte and 256 KiB. Firewalls, a wrong interface and a path that loses large packets show here, before
-a model is loaded.
+The first process of each host listens as a rank does (`odc.net.HostNetwork`), connects to every other host's, and sends
+bytes there and back, one byte and 256 KiB. Firewalls, a wrong interface and a path that loses large packets show here,
+before a model is loaded. A host is what it is to a model's ranks: a container without the namespaces of its neighbour
+is another one, and is named.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from odc import launchers
 from odc.errors import ConfigError, OdcError
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor
-from odc.net.store import store_of_hosts
+from odc.net.store import JobStore, place, store_of_hosts
 from odc.net.tcp import interface_of
 from odc.settings import Settings
 from odc.worker import in_background
@@ -29,12 +31,13 @@ from odc.worker import in_background
 PURPOSE = "reach"
 _PINGS, _LARGE = 5, 256 << 10  # bytes there and back
 _LARGE_S = 10.0  # for those; a path that loses large packets delivers none
+_START = "start it on every host, by the launcher of the job (srun, torchrun --no-python, ...)"
 
 
 @dataclass(frozen=True)
 class Host:
     """Where the first process of a host listens, whose global rank is `rank`. `mtu` is in bytes, 0 where the interface
-    is not known.
+    is not known; `place` is that of `odc.net.store.place`.
     """
 
     number: int
@@ -43,6 +46,7 @@ class Host:
     address: str
     interface: str
     mtu: int
+    place: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -58,34 +62,104 @@ class Way:
     wrong: str = ""
 
 
-def look(settings: Settings) -> tuple[list[Host], list[Way]] | None:
-    """What all hosts have found, on host 0; None elsewhere, and in all processes of a host but one.
+class _Shown:
+    """What the processes of the job show each other in its store, each under its rank."""
 
-    Waits for every host to come, for `settings.timeout_s`. Raises ConfigError where no launcher has started processes
-    on several hosts, or something is missing; OdcError if a host does not come, or cannot listen.
+    def __init__(self, store: JobStore, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def show(self, what: str, value: Any) -> None:
+        self._store.set(f"odc/reach/{what}/{self._rank}", json.dumps(value))
+
+    def of(self, rank: int, what: str) -> Any:
+        """Waits for it. Raises as a JobStore does."""
+        late = f"rank {self._rank}, waiting for rank {rank}: it has not looked around in {self._store.timeout_s:g} s"
+        return json.loads(self._store.await_key(f"odc/reach/{what}/{rank}", late, culprit=rank))
+
+
+def look(settings: Settings) -> tuple[list[Host], list[Way]] | None:
+    """What the hosts of the job have found, in the process of rank 0; None in all others.
+
+    Waits for every process of the job to come, for `settings.timeout_s`. Raises ConfigError where no launcher has
+    started several processes, where all are on one host, or where something is missing; OdcError if a process does not
+    come, or cannot listen.
     """
-    launched = launchers.export()
-    if launched is None or launched.hosts < 2:
-        raise ConfigError("reach: start it on every host, by the launcher of the job (srun, torchrun --no-python, ...)")
-    if launched.missing:
-        raise ConfigError(f"reach: {launched.describe()}")
-    if launched.local_rank:
+    me, world = _join()
+    torch_store = store_of_hosts(me, settings.timeout_s)
+    shown = _Shown(JobStore(torch_store, settings.timeout_s, me), me)
+    firsts = _first_ranks(shown, me, world)
+    found = None
+    if me in firsts and len(firsts) > 1:
+        with _listening(torch_store, me, settings) as network:
+            found = _look_around(network, firsts, shown)
+    shown.show("over", True)
+    if me:
         return None
-    me, others = launched.host, [(launched.host + step) % launched.hosts for step in range(1, launched.hosts)]
-    with _listening(store_of_hosts(me, settings.timeout_s), launched.rank, settings) as network:
-        mine = Host(me, launched.rank, socket.gethostname(), network.address[0], *_interface(network.address[0]))
-        _show(network, "host", me, dataclasses.astuple(mine))
-        hosts = {me: mine} | {other: Host(*_await(network, "host", other)) for other in others}
-        ways = {me: [_way(network, mine, hosts[other]) for other in others]}
-        _show(network, "ways", me, [dataclasses.astuple(way) for way in ways[me]])
-        for other in others:  # a host that has looked may still be looked at
-            ways[other] = [Way(*way) for way in _await(network, "ways", other)]
-        _show(network, "over", me, True)
-        if me:
-            return None
-        for other in others:  # this process may host the store
-            _await(network, "over", other)
-    return [hosts[number] for number in sorted(hosts)], [way for number in sorted(ways) for way in ways[number]]
+    for rank in range(1, world):  # this process may host the store
+        shown.of(rank, "over")
+    if found is None:
+        raise ConfigError(f"reach: all {world} processes are on one host; {_START}")
+    return found
+
+
+def _join() -> tuple[int, int]:
+    """Rank and number of this job's processes, whose launcher's variables are made torchrun's."""
+    launched = launchers.find(os.environ)
+    if launched is not None and launched.missing:
+        raise ConfigError(f"reach: {launched.describe()}")
+    if launched is None or launched.world < 2:
+        raise ConfigError(f"reach: {_START}")
+    os.environ.update(launched.variables())
+    return launched.rank, launched.world
+
+
+def _first_ranks(shown: _Shown, me: int, world: int) -> list[int]:
+    """The first rank of every host, in order. Waits for all processes."""
+    shown.show("place", place())
+    if me == 0:
+        firsts: dict[tuple[str, ...], int] = {}
+        for rank in range(world):
+            firsts.setdefault(tuple(shown.of(rank, "place")), rank)
+        shown.show("firsts", [*firsts.values()])
+    return [int(rank) for rank in shown.of(0, "firsts")]
+
+
+def _look_around(network: HostNetwork, firsts: Sequence[int], shown: _Shown) -> tuple[list[Host], list[Way]]:
+    """All hosts, and the ways between them. Until every host has looked: one that has may still be looked at."""
+    number, address = firsts.index(network.rank), network.address[0]
+    mine = Host(number, network.rank, socket.gethostname(), address, *_interface(address), place())
+    shown.show("host", dataclasses.astuple(mine))
+    others = [*firsts[number + 1 :], *firsts[:number]]
+    hosts = [mine, *(Host(*shown.of(rank, "host")) for rank in others)]
+    shown.show("ways", [dataclasses.astuple(_way(network, mine, other)) for other in hosts[1:]])
+    ways = [Way(*way) for rank in firsts for way in shown.of(rank, "ways")]
+    return sorted(hosts, key=lambda host: host.number), ways
+
+
+_REMEDIES = {
+    ("PID",): "shareProcessNamespace in the pod, or hostPID of several; --pid=host in Docker",
+    ("network",): "hostNetwork in Kubernetes, --network=host in Docker",
+    ("PID", "network"): "hostPID and hostNetwork in Kubernetes, --pid=host --network=host in Docker",
+}
+
+
+def parted(hosts: Sequence[Host]) -> list[str]:
+    """Of every machine that several hosts are on: what keeps them from being one, what that costs, and the remedy."""
+    machines: dict[str, list[Host]] = {}
+    for host in hosts:
+        machines.setdefault(host.place[0], []).append(host)
+    return [_why_parted(those) for boot, those in machines.items() if boot and len(those) > 1]
+
+
+def _why_parted(hosts: Sequence[Host]) -> str:
+    apart = tuple(name for at, name in ((1, "PID"), (2, "network")) if len({host.place[at] for host in hosts}) > 1)
+    return (
+        f"Hosts {', '.join(str(host.number) for host in hosts)} are containers of one machine that do not share its "
+        f"{' and '.join(apart)} namespace{'s' * (len(apart) > 1)}, so their ranks map no memory of each other's: bytes "
+        "between them go through TCP, and each container caches shards and sums gradients for all the others by itself "
+        "(with one rank each, that is the memory of three models in fp32). Start all ranks of a machine in one "
+        f"container, or share the namespaces: {_REMEDIES[apart]}."
+    )
 
 
 @contextlib.contextmanager
@@ -146,15 +220,6 @@ def _there_and_back(connection: socket.socket, nbytes: int) -> float:
 def _send(connection: socket.socket, nbytes: int) -> None:
     with contextlib.suppress(OSError):  # the receiver notices
         connection.sendall(bytes(nbytes))
-
-
-def _show(network: HostNetwork, what: str, host: int, value: Any) -> None:
-    network.store.set(f"odc/reach/{what}/{host}", json.dumps(value))
-
-
-def _await(network: HostNetwork, what: str, host: int) -> Any:
-    late = f"rank {network.rank}, waiting for host {host}: it has not looked around in {network.store.timeout_s:g} s"
-    return json.loads(network.store.await_key(f"odc/reach/{what}/{host}", late))
 
 
 def _interface(address: str) -> tuple[str, int]:

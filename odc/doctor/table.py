@@ -49,7 +49,7 @@ _SANDBOX = "allow memfd_create and mmap in this container or sandbox (seccomp pr
 _MUTEX = "a C library with robust process-shared mutexes (glibc; musl 1.2 or newer), in a sandbox that allows them"
 _PEERS = (
     "allow pidfd_open or mount /proc, and allow abstract unix sockets with SCM_RIGHTS; "
-    "ranks in several containers must share a network namespace"
+    "containers of one machine share its network and PID namespaces, or count as hosts"
 )
 _DRIVER = (
     "install NVIDIA's driver and make a device visible (CUDA_VISIBLE_DEVICES, docker run --gpus all); "

@@ -351,18 +351,24 @@ def _key(rank: int) -> str:
 
 def host_identity() -> str:
     """Two processes with the same text can map each other's memory and watch each other: they share the boot, the
-    network namespace (for the listeners) and the PID namespace. Containers that share none of these are hosts.
+    network namespace (for the listeners) and the PID namespace. Containers that differ in one of these are hosts.
     """
-    try:
-        return _namespace() + os.readlink("/proc/self/ns/net")
-    except OSError:
-        return _namespace()
+    return "".join(place())
+
+
+def place() -> tuple[str, str, str]:
+    """The boot of this process's machine, and its PID and network namespaces, which are numbered within a boot; "" for
+    what cannot be read.
+    """
+    boot = pids = network = ""
+    with contextlib.suppress(OSError):
+        network, pids = os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    return boot, pids, network
 
 
 def _namespace() -> str:
     """Two processes with the same text see the same process ids."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    boot, pids, _ = place()
+    return boot + pids

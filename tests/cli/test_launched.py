@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from support.slurm import Slurm, free_ports, need_slurm
 from support.tiny_job import tiny_job
 
 from odc.cli import launched
-from odc.cli.launched import join_launcher, refuse_launcher, under_launcher
+from odc.cli.launched import Start, how_to_start, join_launcher, refuse_launcher, under_launcher
 from odc.errors import ConfigError
 
 pytest.importorskip("typer", reason="needs the cli extra")
@@ -134,6 +135,13 @@ def test_what_is_missing_ends_the_command(options: list[str]) -> None:
     assert "ranks: TrainJob starts one process a host and does not say for how many ranks" in errors
 
 
+def next_command(printed: str, folder: Path) -> list[str]:
+    """The words with which a job says that it goes on in `folder`."""
+    (found,) = [shlex.split(line)[2:] for line in printed.splitlines() if line.startswith("go on ")]
+    assert found[-1] == str(folder / "out")
+    return found
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     need_slurm()
@@ -148,6 +156,10 @@ def test_under_a_real_srun(slurm: Slurm, options: list[str], expected: list[floa
     printed = slurm.start(["srun", "-n", "2", *command], path).communicate(timeout=400)[0]
     assert printed.count("step 3: loss") == 1, printed
     assert losses(tmp_path / "out") == pytest.approx(expected, rel=1e-5)
+    more = next_command(printed, tmp_path)
+    assert more[:6] == ["srun", "--nodes", "1", "--ntasks-per-node", "2", "odc"]
+    slurm.start([*more[:5], sys.executable, "-m", "odc.cli", *more[6:]], path).communicate(timeout=400)
+    assert len(losses(tmp_path / "out")) == 6
     look = "from odc.doctor.launcher import launcher; print(launcher())"
     shown = slurm.start(["srun", "-n", "2", sys.executable, "-c", look], path).communicate(timeout=400)[0]
     assert sorted(shown.splitlines()) == [
@@ -222,3 +234,74 @@ def test_a_batch_script_is_warned_and_starts_its_own_ranks(
     assert under_launcher() == "srun"
     with pytest.raises(ConfigError, match="odc compare-grpo starts its own ranks, on one host; start it without srun"):
         refuse_launcher("odc compare-grpo")
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+AGENT = TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+MPIRUN = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
+MPIRUN |= {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "LOCAL_RANK")}
+ARGUMENTS = ["train", "--model", "m"]
+
+
+def above(folder: Path, *lines: str) -> Path:
+    """A procfs: process 2 has the first command line, its parent, 3, the second, and so on."""
+    for pid, line in enumerate(lines, 2):
+        (folder / str(pid)).mkdir()
+        (folder / str(pid) / "cmdline").write_bytes(b"".join(word.encode() + b"\0" for word in line.split()))
+        (folder / str(pid) / "stat").write_text(f"{pid} (a ) name) S {pid + 1} 0 0")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("each", "lines", "words", "note"),
+    [
+        ({}, ["torchrun odc train --model m"], "odc", ""),
+        (tasks(4)[2], [], "srun --nodes 1 --ntasks-per-node 4 odc", ""),
+        (tasks(4)[0] | {"SLURM_STEP_NUM_NODES": "2"}, [], "srun --nodes 2 --ntasks-per-node 2 odc", ""),
+        (AGENT, ["/v/python /v/torchrun -m odc.cli train --model m", "bash"], "torchrun -m odc.cli", ""),
+        (
+            AGENT,
+            ["/v/python -m torch.distributed.run x.py train --model m"],
+            "/v/python -m torch.distributed.run x.py",
+            "",
+        ),
+        (AGENT, ["nice odc train --model m", "time run odc train --model m"], "time run odc", ""),
+        (AGENT, ["run odc train --model other"], "odc", "by the launcher of this job"),
+        (
+            AGENT | {"LOCAL_WORLD_SIZE": "1"},
+            ["t -m odc.cli train --model m"],
+            "t -m odc.cli",
+            "on every host, as this job",
+        ),
+        (TORCHRUN, ["timeout 9 odc train --model m"], "odc", "by the launcher of this job"),
+        (MPIRUN, ["proxy", "mpirun -n 2 odc train --model m"], "mpirun -n 2 odc", ""),
+        (pods(2)[0], ["timeout 9 odc train --model m"], "odc", "by the launcher of this job"),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4"}, [], "odc", ""),
+    ],
+)
+def test_how_a_job_was_started(
+    each: dict[str, str],
+    lines: list[str],
+    words: str,
+    note: str,
+    environment: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment.clear()
+    environment |= each
+    monkeypatch.setattr(launched.shutil, "which", lambda program: f"/v/{program}")
+    assert how_to_start(ARGUMENTS, 2, above(tmp_path, *lines)) == Start(tuple(words.split()), note)
+
+
+@pytest.mark.thorough
+def test_under_torchrun_the_next_command_repeats_it(options: list[str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "odc.cli"]
+    base = {name: text for name, text in os.environ.items() if name not in LAUNCHERS}
+    base |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
+    command = [*torchrun, "train", *options, "--output", str(tmp_path / "out")]
+    for steps in (3, 6):
+        printed = subprocess.run(command, env=base, capture_output=True, text=True, check=True, timeout=400).stdout
+        assert len(losses(tmp_path / "out")) == steps
+        command = next_command(printed, tmp_path)
+        assert command[: len(torchrun) + 1] == [*torchrun, "train"]

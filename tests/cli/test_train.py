@@ -13,6 +13,7 @@ from support.command import odc
 from support.word_model import completions, model_folder, transformers_loss, write_rows
 
 from odc.arms import PLANS
+from odc.cli.launched import Start
 from odc.cli.train import what_is_left
 from odc.experiments.config import JobConfig
 
@@ -113,6 +114,13 @@ def test_the_last_lines_name_what_is_left_and_what_comes_next() -> None:
         "wrote     'run 1/steps.jsonl', 'run 1/checkpoints/step-00000004'",
         f"go on     {begin} --output 'run 1' --steps 8 --resume 'run 1'",
         f"export    {begin} --output 'run 1' --steps 4 --resume 'run 1' --export FOLDER",
+    ]
+    by = Start(("torchrun", "-m", "odc.cli"), "on every host, as this job")
+    lines = what_is_left(given | kept, config.with_(**kept), None, by)
+    assert [line.split(" --data")[0] for line in lines[1:]] == [
+        "go on     torchrun -m odc.cli train --model m",
+        "export    torchrun -m odc.cli train --model m",
+        "start     each of these on every host, as this job",
     ]
     assert what_is_left(given, config.with_(export="tuned"), None) == [
         "wrote     tuned",

@@ -1,16 +1,16 @@
-"""`odc doctor --reach`: hosts that reach each other, and one that another does not reach."""
+"""`odc doctor --reach`: hosts that reach each other, one that another does not reach, and hosts that could be one."""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 from support.hosts import Hosts, PerHost, need_hosts, places_of
 
 from odc.cli import main
-from odc.doctor.reach import look
+from odc.doctor.reach import Host, look, parted
 from odc.errors import ConfigError
 from odc.settings import Settings
 
@@ -29,13 +29,17 @@ _runs = itertools.count()
 
 def run(hosts: Hosts, per_host: PerHost = 1) -> list[tuple[int, str]]:
     """Exit code and output of every process, as a launcher with an agent's store starts them."""
-    started, run = [], str(next(_runs))
-    for rank, (host, _) in enumerate(places_of(per_host, len(hosts))):
-        environment = {**hosts.rank_environment(rank, per_host), "TORCHELASTIC_RESTART_COUNT": run, "COLUMNS": "250"}
-        started.append(hosts[host].command(*COMMAND, env=environment))
-    texts = [process.communicate()[0] for process in started]
+    variables = [hosts.rank_environment(rank, per_host) for rank in range(len(places_of(per_host, len(hosts))))]
+    return started(hosts, [host for host, _ in places_of(per_host, len(hosts))], variables)
+
+
+def started(hosts: Hosts, on: Sequence[int], variables: Sequence[Mapping[str, str]]) -> list[tuple[int, str]]:
+    """Exit code and output of the command, on each of these hosts with these variables, all at once."""
+    more = {"TORCHELASTIC_RESTART_COUNT": str(next(_runs)), "COLUMNS": "250"}
+    processes = [hosts[host].command(*COMMAND, env={**one, **more}) for host, one in zip(on, variables, strict=True)]
+    texts = [process.communicate()[0] for process in processes]
     lines = ["".join(line for line in text.splitlines(True) if "[c10d]" not in line) for text in texts]
-    return [(process.returncode, text) for process, text in zip(started, lines, strict=True)]
+    return [(process.returncode, text) for process, text in zip(processes, lines, strict=True)]
 
 
 def test_hosts_that_reach_each_other(three: Hosts) -> None:
@@ -45,6 +49,7 @@ def test_hosts_that_reach_each_other(three: Hosts) -> None:
     for number, rank in enumerate((0, 2, 3)):
         assert f"│ {number}    │ {rank}    │ host{number} │ {three[number].address}" in text
     assert text.count("│ ok") == 6 and "eth0" in text and "1500" in text
+    assert "Hosts 0, 1, 2 are containers of one machine that do not share its PID and network namespaces" in text
 
 
 def test_a_host_that_one_does_not_reach_is_named_with_the_way(three: Hosts) -> None:
@@ -85,3 +90,38 @@ def test_without_a_launcher_or_on_one_host_it_says_how_to_start_it(
         main(["doctor", "--reach"])
     assert ended.value.code == 2
     assert "start it on every host" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("launcher", ["PyTorchJob", "TrainJob"])
+def test_hosts_are_what_they_are_to_ranks_and_not_what_the_launcher_counts(three: Hosts, launcher: str) -> None:
+    """Pods of a rank each, with no variable for the ranks of a host; and pods of eight ranks, a process each."""
+    if launcher == "PyTorchJob":
+        job = {"WORLD_SIZE": "3", "MASTER_ADDR": three[0].address, "MASTER_PORT": "29517"}
+        variables = [job | {"RANK": str(rank)} for rank in range(3)]
+    else:
+        job = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": three[0].address}
+        variables = [job | {"PET_NODE_RANK": str(host), "PET_MASTER_PORT": "29518"} for host in range(3)]
+    (code, text), *others = started(three, range(3), variables)
+    assert code == 0, text
+    assert all(other == (0, "") for other in others) and text.count("│ ok") == 6, text
+
+
+def test_containers_that_share_their_namespaces_are_one_host() -> None:
+    """As with hostPID and hostNetwork: nothing between hosts is left to look at."""
+    need_hosts()
+    with Hosts(2, "-n -p") as pods:
+        (code, text), other = run(pods)
+    assert code == 2 and "odc: reach: all 2 processes are on one host" in text, text
+    assert other == (0, "")
+
+
+def test_what_parts_the_containers_of_a_machine_is_named_with_its_remedy() -> None:
+    places = ["a 1 1", "a 2 1", "b 1 1", "b 1 2", "b 1 3", "c 1 1"]
+    hosts = [Host(n, n, "name", "10.0.0.1", "eth0", 1500, place.split()) for n, place in enumerate(places)]
+    pids, networks = parted([*hosts, *(Host(n, n, "name", "10.0.0.1", "", 0, ("", "", "")) for n in (6, 7))])
+    assert pids.startswith("Hosts 0, 1 are containers of one machine that do not share its PID namespace, so")
+    assert networks.startswith(
+        "Hosts 2, 3, 4 are containers of one machine that do not share its network namespace, so"
+    )
+    assert "shareProcessNamespace" in pids and "hostNetwork" not in pids
+    assert "hostNetwork" in networks and "hostPID" not in networks

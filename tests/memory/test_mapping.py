@@ -1,4 +1,4 @@
-"""Twin of odc/memory/mapping.py, as far as test_shm.py does not cover it."""
+"""Twin of odc/memory/mapping.py, as far as test_shm.py and test_shm_end.py do not cover it."""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ from odc.memory import shm
 from odc.movers import cpu
 from odc.movers.cuda import CudaMover
 from odc.movers.patches import PackedUnit
-from odc.protocol import layout
+from odc.protocol import Gradient, layout
 from support import change_tiles
+from support.members import HeapGroup
 
 
 class DeferredLanes:
@@ -211,6 +212,14 @@ def late_heaps(patch: pytest.MonkeyPatch, *, atomic: bool = False) -> list[Defer
     patch.setattr(shm, "HostLanes", lanes)
     patch.setattr(layout, "mover_for", lambda settings, device, own: DeferredMover(made[-1], atomic))
     return made
+
+
+def push(group: HeapGroup, lanes: DeferredLanes, member: int, index: int, sent: list[Gradient]) -> None:
+    """Push gradients of a unit, whose memory is another's as soon as the push returns."""
+    with lanes.lane("push"):
+        group.members[member].pusher.push(group.units[index], sent)
+    for gradient in sent:
+        gradient.values.fill_(777.0)
 
 
 @contextmanager

@@ -1,10 +1,10 @@
-"""Heaps of a group of ranks, a process each: of shared memory, or of a device for which memory files stand."""
+"""Heaps of shared memory in one process and in a process each, and of a device for which memory files stand."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -12,11 +12,42 @@ import pytest
 import torch
 
 from odc.errors import WaitTimeoutError
-from odc.memory import Attachment, HostLanes, ShmHeap, SymmetricHeap, cuda
+from odc.memory import Attachment, FreeMemory, HostLanes, ShmHeap, SymmetricHeap, cuda
 from odc.memory.cuda import CudaHeap
 from odc.memory.mapping import Mapping
 from odc.net.requests import ask
+from support.leaks import memfds_of
 from support.listeners import served
+
+
+def no_peer(_member: int) -> Attachment:
+    raise AssertionError("there is no peer to connect to")
+
+
+def lone(probe: Callable[[], FreeMemory] | None = None) -> ShmHeap:
+    """A heap of one member, unsealed."""
+    return ShmHeap("lone", (0,), 0, no_peer, 1.0, **({"probe": probe} if probe else {}))
+
+
+def pair(identity: str = "pair", nbytes: int = 4096) -> tuple[ShmHeap, ShmHeap]:
+    """Two members in this process."""
+    heaps: list[ShmHeap] = []
+
+    def connect(member: int) -> Attachment:
+        peer = heaps[member]
+        return Attachment(os.dup(peer.fd), peer.nbytes, peer.digest)
+
+    heaps += [ShmHeap(identity, (3, 5), me, connect, 1.0) for me in range(2)]
+    for heap in heaps:
+        heap.allocate("flags", 64)
+        heap.allocate("data", nbytes)
+        heap.seal()
+    return heaps[0], heaps[1]
+
+
+def mapped(identity: str) -> int:
+    """How often this process holds a heap's memory, as a mapping or as a descriptor."""
+    return sum(f"odc.{identity}." in line for line in memfds_of(os.getpid()))
 
 
 def address(identity: str, rank: int) -> str:

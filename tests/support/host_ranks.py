@@ -141,14 +141,14 @@ class HostPools:
     """Pools by shape, made when they are first asked for; each has hosts of its own."""
 
     def __init__(self) -> None:
-        self._pools: dict[tuple[int, PerHost], HostPool] = {}
+        self._pools: dict[tuple[int, PerHost, str], HostPool] = {}
         self._open = contextlib.ExitStack()
 
-    def __call__(self, count: int, per_host: PerHost) -> HostPool:
-        """The pool of `per_host` ranks on each of `count` hosts, or of as many as it says of each."""
-        key = count, per_host
+    def __call__(self, count: int, per_host: PerHost, shared: str = "") -> HostPool:
+        """The pool of `per_host` ranks on each of `count` hosts, or of as many as it says of each (see `Hosts`)."""
+        key = count, per_host, shared
         if key not in self._pools:
-            self._pools[key] = HostPool(self._open.enter_context(Hosts(count)), per_host)
+            self._pools[key] = HostPool(self._open.enter_context(Hosts(count, shared)), per_host)
         return self._pools[key]
 
     def close(self) -> list[RankOutcome]:

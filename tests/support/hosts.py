@@ -28,7 +28,8 @@ DEVICE = "eth0"  # of every host, as each has its own
 PATIENCE_S = 600.0
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}  # Debian's packages
 _NEEDED_CAPABILITIES = {12: "NET_ADMIN", 21: "SYS_ADMIN"}
-_HOST = "unshare --net --ipc --pid --uts --mount --fork --kill-child --mount-proc"
+_HOST = "unshare --ipc --uts --mount --mount-proc"
+_APART = {"-n": "--net", "-p": "--pid --fork --kill-child"}  # of unshare, by the options of nsenter that join instead
 _MOUNTS = "mount -t tmpfs shm /dev/shm && mount -t sysfs sysfs /sys && hostname {name} && echo ready && exec cat"
 NETWORK, IPC, PIDS, UTS, MOUNTS = 0x40000000, 0x08000000, 0x20000000, 0x04000000, 0x00020000
 EVERYTHING = NETWORK | IPC | PIDS | UTS | MOUNTS
@@ -100,11 +101,18 @@ class Namespaces:
 
 
 class Host(Namespaces):
-    """One host. Its `device` has the address `address`."""
+    """One host. Its `device` has the address `address`. A container beside the host `first` is in those namespaces of
+    it that `shared` names, by options of nsenter (-n, -p); with -n, `device` and `address` are those of `first`.
+    """
 
-    def __init__(self, number: int) -> None:
-        self.number, self.name, self.address, self.device = number, f"host{number}", f"10.68.0.{number + 1}", DEVICE
-        super().__init__(_HOST, _MOUNTS.format(name=self.name))
+    def __init__(self, number: int, first: Host | None = None, shared: str = "") -> None:
+        self.number, self.name, self.device = number, f"host{number}", DEVICE
+        joined = shared.split()
+        self.wired = "-n" not in joined
+        self.address = f"10.68.0.{number + 1}" if self.wired else first.address
+        join = f"nsenter -t {first.pid} {shared} " if joined else ""
+        apart = " ".join(words for kind, words in _APART.items() if kind not in joined)
+        super().__init__(f"{join}{_HOST} {apart}", _MOUNTS.format(name=self.name))
 
     def environment(self) -> dict[str, str]:
         """What a rank on this host must have set, beside what torchrun sets."""
@@ -143,17 +151,20 @@ class Host(Namespaces):
 
 
 class Hosts:
-    """`count` hosts around a switch. Close it: everything in them ends."""
+    """`count` hosts around a switch, which may be containers of the first that are `shared` (see `Host`). Close it:
+    everything in them ends.
+    """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, shared: str = "") -> None:
         self._open = contextlib.ExitStack()
         self._delay: subprocess.Popen[bytes] | None = None
         self._store: Any = None
         try:
             self._switch = self._keep(Namespaces("unshare --net", "echo ready && exec cat"))
             self._switch.call("link add br0 type bridge", "link set br0 up", "link set lo up")
-            self.hosts = [self._keep(Host(number)) for number in range(count)]
-            for host in self.hosts:
+            self.hosts = [self._keep(Host(0))]
+            self.hosts += [self._keep(Host(number, self.hosts[0], shared)) for number in range(1, count)]
+            for host in filter(lambda host: host.wired, self.hosts):
                 port = f"port{host.number}"
                 self._switch.call(
                     f"link add {port} type veth peer name {host.device} netns {host.pid}",
@@ -284,16 +295,9 @@ class Hosts:
         """Start `torchrun` with `program` on every host, as a user does; one process a host. `each` has more words."""
         started = []
         for host in self.hosts:
-            where = [
-                "--nnodes",
-                str(len(self.hosts)),
-                "--node-rank",
-                str(host.number),
-                "--nproc-per-node",
-                str(per_host),
-            ]
-            where += ["--master-addr", self.hosts[0].address, "--master-port", "29511"]
-            command = (sys.executable, "-m", "torch.distributed.run", *where, *program)
+            where = ["--nnodes", len(self.hosts), "--node-rank", host.number, "--nproc-per-node", per_host]
+            where += ["--master-addr", self.hosts[0].address, "--master-port", 29511]
+            command = (sys.executable, "-m", "torch.distributed.run", *map(str, where), *program)
             command += tuple(each[host.number]) if each else ()
             started.append(host.command(*command, env={"OMP_NUM_THREADS": "1", **env}))
         return started
