@@ -48,7 +48,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Outcome:
-    """What a run logged, a dictionary for each step, and the rows of each microbatch by rank and minibatch."""
+    """What a run logged, a dictionary for each step, and rows of each microbatch by rank and minibatch; 0: a piece."""
 
     def __init__(self, folder: Path) -> None:
         logged = self._lines(folder / "metrics.jsonl")
@@ -113,6 +113,16 @@ def test_ranks_with_unequal_counts_of_microbatches_train_as_with_fsdp2(inputs, f
     odc = train(inputs, "uneven", "odc", OPTIONS | rows_stay)
     alike(odc.steps, fsdp2.steps)
     assert odc.counts[0] != odc.counts[1]
+
+
+@pytest.mark.thorough
+def test_long_rows_in_pieces_train_as_with_fsdp2(inputs, fsdp2) -> None:
+    """The policy that is compared with, and the reference, are computed of whole rows, which then must fit."""
+    whole = {f"{part}.log_prob_max_token_len_per_gpu": 144 for part in (ROLLOUT, REFERENCE)}
+    split = {f"+{ACTOR}.fsdp_config.odc.split": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 64}
+    odc = train(inputs, "split", "odc", OPTIONS | whole | split)
+    alike(odc.steps, fsdp2.steps)
+    assert all(any(0 in rows for rows in minibatches) for minibatches in odc.rows), "no row was split"
 
 
 def with_critic(inputs: Path, strategy: str, **changes: Any) -> dict[str, Any]:
