@@ -85,7 +85,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    --ignore tests/integrations/test_trainer_recovery.py \
 	    --installed accelerate,ray,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-vllm/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_trl_vllm.py \
-	    tests/integrations/verl/test_grpo.py --extent quick \
+	    tests/integrations/test_grpo_vllm.py tests/integrations/verl/test_grpo.py --extent quick \
 	    --installed ray,trl,verl,vllm $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)

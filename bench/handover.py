@@ -23,6 +23,7 @@ import multiprocessing
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -137,17 +138,21 @@ def rates(reader: Any, into: dict[str, torch.Tensor], rounds: int) -> list[dict[
 
 
 class Outsider:
-    """The reading process."""
+    """The reading process: `function(pipe, *given)` follows orders until "end"."""
 
-    def __init__(self, handle: str) -> None:
+    def __init__(self, function: Callable[..., None], *given: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=follow, args=(theirs, handle), daemon=True)
+        self.process = context.Process(target=function, args=(theirs, *given), daemon=True)
         self.process.start()
         theirs.close()
 
-    def ask(self, order: Any, timeout_s: float = 600.0) -> Any:
+    def ask(self, order: Any) -> Any:
         self.pipe.send(order)
+        return self.answer(order)
+
+    def answer(self, order: Any, timeout_s: float = 600.0) -> Any:
+        """What the process sends next, in answer to `order`."""
         if not self.pipe.poll(timeout_s):
             raise TimeoutError(f"the reader did not answer {order!r}")
         return self.pipe.recv()
@@ -160,7 +165,7 @@ class Outsider:
 def rate_rows(pool: RankPool, mibs: list[int], rounds: int) -> list[dict[str, Any]]:
     rows = []
     for mib in mibs:
-        outsider = Outsider(pool.each(build, mib // 4, 0.0, False)[0])
+        outsider = Outsider(follow, pool.each(build, mib // 4, 0.0, False)[0])
         rows += outsider.ask(("rates", rounds))
         outsider.end()
         print(f"{mib} MiB: {[round(row['ratio'], 2) for row in rows[-2:]]} of memcpy", file=sys.stderr)
@@ -169,7 +174,7 @@ def rate_rows(pool: RankPool, mibs: list[int], rounds: int) -> list[dict[str, An
 
 def step_row(pool: RankPool, mib: int, seconds: float, second_buffer: bool, pairs: int, count: int) -> dict[str, Any]:
     """Runs `pairs` rounds of `count` steps, each without and then with a reader."""
-    outsider = Outsider(pool.each(build, mib // 4, seconds, second_buffer)[0])
+    outsider = Outsider(follow, pool.each(build, mib // 4, seconds, second_buffer)[0])
     pool.each(steps, 2)
     alone, read, loops = [], [], []
     for _ in range(pairs):

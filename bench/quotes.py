@@ -135,6 +135,19 @@ def handover() -> Figures:
 
 
 @_quote
+def handover_far() -> Figures:
+    result = stored("handover_far")
+    return result | {"link": result["rows"][0]["link"]}
+
+
+@_quote
+def verl_step() -> Figures:
+    result = stored("verl_step")
+    control = result["control"]
+    return result | {"slower": control["fsdp2"] / control["odc"]}
+
+
+@_quote
 def deaths() -> Figures:
     result = stored("deaths")
     return result | {"rows": [{**row, "where": row["slowest at"].replace("_", " ")} for row in result["rows"]]}

@@ -20,6 +20,7 @@ Device = Literal["cpu", "cuda"]
 GrpoArm = Literal["fsdp2", "fsdp2-resident", "odc-equal", "odc", "odc-split"]
 Balance = Literal["arm", "verl"]
 Lengths = Literal["model", "drawn"]
+Rollouts = Literal["hf", "vllm"]
 Keep = Literal["host", "buddy"]
 
 #: What a tokenizer may be, if it is not a Hugging Face folder.
@@ -239,6 +240,9 @@ class GrpoConfig:
     group: int = field(default=4, metadata=option("Responses to each prompt, which are compared.", "Rollout"))
     prompt_tokens: int = field(default=6, metadata=option("Tokens of a prompt.", "Rollout"))
     response_tokens: int = field(default=32, metadata=option("Most tokens of a response.", "Rollout"))
+    rollout: Rollouts = field(
+        default="hf", metadata=option("What generates: hf (Hugging Face) or vllm (docs/rl.md).", "Rollout")
+    )
     lengths: Lengths = field(
         default="model", metadata=option("model, or drawn: cut at skewed lengths, for measurements.", "Rollout")
     )
@@ -293,6 +297,8 @@ class GrpoConfig:
                 f"max_tokens ({self.max_tokens}) must hold a prompt and a response "
                 f"({self.prompt_tokens} + {self.response_tokens} tokens)"
             )
+        if self.rollout == "vllm" and not self.on_demand:
+            raise ConfigError(f"rollout vllm reads the weights of odc's ranks: take an arm of odc, not {self.arm}")
         if self.save_every and self.folder is None:
             raise ConfigError("save_every needs a folder for checkpoints (--folder)")
         if self.recover and self.arm not in ("odc", "odc-equal"):

@@ -11,8 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from odc.experiments.grpo import GrpoConfig, GrpoResult, GrpoWorkload, rollout
+from odc.experiments.grpo.generator import Generator
 from odc.experiments.grpo.samples import Response
-from odc.experiments.grpo.worker import Generator, answer
+from odc.experiments.grpo.worker import answer
 from odc.experiments.job import RankJob
 from odc.experiments.progress import Progress
 from odc.fsdp import shutdown

@@ -39,6 +39,8 @@ def build(
     from odc.integrations.verl.config import OdcEngineConfig
 
     settings = {"mixed_precision": {"param_dtype": "fp32"}, "use_torch_compile": False, **changes}
+    options: dict[str, Any] = {"enable_gradient_checkpointing": False, "use_remove_padding": False}
+    options |= {"override_config": {"attn_implementation": "sdpa"}, **(of_model or {})}
     config = FSDPEngineConfig(strategy=strategy, **settings) if strategy != "odc" else None
     engine = EngineRegistry.new(
         model_type=model_type,
@@ -46,8 +48,7 @@ def build(
         model_config=HFModelConfig(
             path=str(model),
             tokenizer_path=str(model / "tokenizer"),
-            override_config={"attn_implementation": "sdpa"},
-            **{"enable_gradient_checkpointing": False, "use_remove_padding": False, **(of_model or {})},
+            **options,
         ),
         engine_config=config or OdcEngineConfig(odc=odc or {}, **settings),
         optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="constant", total_training_steps=9),

@@ -40,7 +40,7 @@ def note(name: str, what: Any) -> None:
 
 
 def note_minibatches(engine: Any) -> None:
-    """Note, by rank, how many rows of each microbatch a minibatch of training has."""
+    """Note, by rank, how many rows each microbatch of a minibatch of training has; 0 is a piece of one."""
     whole = engine.forward_backward_batch
 
     def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
@@ -54,7 +54,7 @@ def note_minibatches(engine: Any) -> None:
 
 
 def forward_step(self: Any, micro_batch: Any, *args: Any, **options: Any) -> Any:
-    self.rows.append(len(micro_batch))
+    self.rows.append(len(micro_batch) if getattr(self, "_piece", None) is None else 0)
     return one_forward(self, micro_batch, *args, **options)
 
 

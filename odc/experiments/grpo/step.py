@@ -37,6 +37,7 @@ from odc.experiments.grpo.samples import (
     response_pieces,
     token_log_probs,
 )
+from odc.experiments.grpo.vllm_generator import check_vllm
 from odc.experiments.preflight import check_output, model_source, unwritten_file, writable_folder
 from odc.experiments.progress import Progress
 from odc.experiments.results import ArmRun, JobResult, StepRecord, totals
@@ -294,6 +295,8 @@ class GrpoWorkload(Workload[GrpoConfig]):
             unwritten_file(self.log, "output")
         if arm_named(self.config.arm).splits:
             check_splittable(model_source(self.config.model))
+        if self.config.rollout == "vllm":
+            check_vllm(model_source(self.config.model))
         if not isinstance(fields.get("vocab_size"), int):
             raise ConfigError(f"model: {self.config.model} does not say its vocab_size")
 

@@ -28,6 +28,7 @@ from odc.balance import Cost, cost_from_config
 from odc.errors import OdcError, PlanError, UnsupportedError
 from odc.fsdp import fully_shard
 from odc.integrations.verl.config import options_of
+from odc.integrations.verl.old_policy import teach_worker
 from odc.integrations.verl.pieces import (
     RowPieces,
     cut,
@@ -235,6 +236,7 @@ class OdcEngineWithLMHead(OdcEngine, FSDPEngineWithLMHead):  # type: ignore[misc
         super().__init__(*args, **kwargs)
         if not self.engine_config.forward_only:
             _trained.add(self)
+            teach_worker()
 
 
 #: Language models that this process trains; verl makes one, and beside it a reference model or a critic.

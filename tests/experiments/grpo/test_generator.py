@@ -9,8 +9,8 @@ from support.small_model import toy
 from transformers import AutoConfig
 
 from odc.errors import ConfigError
+from odc.experiments.grpo.generator import Generator
 from odc.experiments.grpo.samples import Sample, batch_of, token_log_probs
-from odc.experiments.grpo.worker import Generator
 from odc.experiments.text.model import build_model
 
 PROMPTS = [[9, 10, 11, 12], [30, 31]]  # of two lengths: the shorter is padded on the left

@@ -28,8 +28,8 @@ class Echo:
     def __init__(self) -> None:
         self.own: dict[str, torch.Tensor] = {"u0.w": torch.zeros(3)}
 
-    def weights(self, names: list[str]) -> dict[str, torch.Tensor]:
-        return {name: self.own[name] for name in names}
+    def update(self, reader: Reader, at_least: int) -> int:
+        return reader.read(self.own, at_least=at_least).version
 
     def respond(self, prompts: Any, step: int) -> Any:
         return [step, self.own["u0.w"].mean().item()]

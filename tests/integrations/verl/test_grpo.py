@@ -48,7 +48,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Outcome:
-    """What a run logged, a dictionary for each step, and the rows of each microbatch by rank and minibatch."""
+    """What a run logged, a dictionary for each step, and rows of each microbatch by rank and minibatch; 0: a piece."""
 
     def __init__(self, folder: Path) -> None:
         logged = self._lines(folder / "metrics.jsonl")
@@ -115,6 +115,16 @@ def test_ranks_with_unequal_counts_of_microbatches_train_as_with_fsdp2(inputs, f
     assert odc.counts[0] != odc.counts[1]
 
 
+@pytest.mark.thorough
+def test_long_rows_in_pieces_train_as_with_fsdp2(inputs, fsdp2) -> None:
+    """The policy that is compared with, and the reference, are computed of whole rows, which then must fit."""
+    whole = {f"{part}.log_prob_max_token_len_per_gpu": 144 for part in (ROLLOUT, REFERENCE)}
+    split = {f"+{ACTOR}.fsdp_config.odc.split": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 64}
+    odc = train(inputs, "split", "odc", OPTIONS | whole | split)
+    alike(odc.steps, fsdp2.steps)
+    assert all(any(0 in rows for rows in minibatches) for minibatches in odc.rows), "no row was split"
+
+
 def with_critic(inputs: Path, strategy: str, **changes: Any) -> dict[str, Any]:
     """PPO with a value head, four steps."""
     return TASK | {
@@ -148,3 +158,30 @@ def test_lora_adapters_reach_the_rollouts_merged(inputs) -> None:
     ours = train(inputs, "lora", "odc", model)
     alike(ours.steps, theirs.steps)
     assert max(one["training/rollout_probs_diff_max"] for one in ours.steps) < 1e-4, "rollouts had stale weights"
+
+
+#: The trainer and one vLLM server beside it, which reads the actor's shards after every second update.
+SEPARATE = {
+    "actor_rollout_ref.hybrid_engine": False,
+    "trainer.v1.trainer_mode": "separate_async",
+    "trainer.v1.separate_async.parameter_sync_step": 2,
+    "trainer.v1.separate_async.num_warmup_batches": 0,  # answers are of the weights that were read last
+    "trainer.v1.sampler.custom_sampler.path": "null",
+    "trainer.total_training_steps": 3,
+    f"{ACTOR}.use_kl_loss": False,
+    f"{ROLLOUT}.nnodes": 1,
+    f"{ROLLOUT}.n_gpus_per_node": 1,
+    f"{ROLLOUT}.checkpoint_engine.backend": "odc",
+    f"{ROLLOUT}.checkpoint_engine.custom_backend_module": "odc.integrations.verl.checkpoint_engine",
+    "++ray_kwargs.ray_init.num_gpus": 3,
+}
+
+
+@pytest.mark.thorough
+def test_rollouts_beside_the_trainer_read_its_weights(inputs, monkeypatch) -> None:
+    """Every update compares with the policy that answered: the second after each sync with weights that were kept."""
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARNING")  # verl 0.9.1 fails at a message of hybrid_engine=false
+    odc = train(inputs, "separate", "odc", SEPARATE)
+    assert len(odc.steps) == 3
+    assert [len(minibatches) for minibatches in odc.rows] == [6, 6], "two updates a step"
+    assert max(one["training/rollout_probs_diff_max"] for one in odc.steps) < 1e-5, "rollouts had stale weights"
