@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import RankPool
-from support.verl import import_verl, join_as_verl, needs_verl, save_tiny_model
+from support.verl import import_verl, join_as_verl, needs_verl
 from support.verl_engine import build, gathered, loss_with_metrics, rows
 
 from odc.errors import ConfigError, StaleVersionError, UnsupportedError
@@ -20,21 +19,6 @@ pytestmark = needs_verl
 
 held = SimpleNamespace()  # of a rank: its engines
 SMALL = 6000  # bytes: less than the embedding, and room for a few of the other parameters
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint_engine")
-    save_tiny_model(folder)
-    return folder
-
-
-@pytest.fixture
-def actor() -> Iterator[RankPool]:
-    """A pool of its own: a process trains one language model."""
-    pool = RankPool(2)
-    yield pool
-    assert all(outcome.exit_code == 0 for outcome in pool.close())
 
 
 def checkpoint_engine(**options: Any) -> Any:

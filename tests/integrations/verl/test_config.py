@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.verl import import_verl, needs_verl, save_tiny_model
+from support.verl import import_verl, needs_verl
 
 from odc.errors import ConfigError
 
@@ -29,13 +29,6 @@ def test_options() -> None:
         OdcEngineConfig(odc={"timeout_s": 0})
     with pytest.raises(ConfigError, match="strategy 'megatron'"):
         OdcEngineConfig(strategy="megatron")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("config")
-    save_tiny_model(folder)
-    return folder
 
 
 def ppo(model: Path, *changes: str) -> tuple[Any, Any, Any]:

@@ -9,19 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.verl import join_as_verl, needs_verl, save_tiny_model
+from support.verl import join_as_verl, needs_verl
 from support.verl_engine import build, loss_with_metrics, rows
 
 pytestmark = needs_verl
 
 UNEVEN = [[60] * 4, [100, 10]]  # at 100 tokens a microbatch: four on rank 0, two on rank 1
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("engine")
-    save_tiny_model(folder)
-    return folder
 
 
 def trained(

@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.verl import import_verl, join_as_verl, needs_verl, save_tiny_model
+from support.verl import import_verl, join_as_verl, needs_verl
 from support.verl_engine import build, loss_with_metrics, rows
 
 pytestmark = needs_verl
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("old_policy")
-    save_tiny_model(folder)
-    return folder
 
 
 def looked_at(engine: Any, rank: int) -> list[torch.Tensor]:

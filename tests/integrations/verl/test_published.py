@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import uuid
-from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from support.far_readers import LAYOUT, Weights
 from support.handover_jobs import Job
 from support.ranks import RankPool
-from support.verl import import_verl, join_as_verl, needs_verl, save_tiny_model
+from support.verl import import_verl, join_as_verl, needs_verl
 from support.verl_engine import build, gathered, loss_with_metrics, rows
 
 from odc.handover import Reader, read_groups
@@ -27,21 +26,6 @@ pytestmark = needs_verl
 
 held = SimpleNamespace()  # of a rank: its engine
 SMALL = 6000  # bytes: less than the embedding, and room for a few of the other parameters
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published")
-    save_tiny_model(folder)
-    return folder
-
-
-@pytest.fixture
-def actor() -> Iterator[RankPool]:
-    """A pool of its own: a process trains one language model."""
-    pool = RankPool(2)
-    yield pool
-    assert all(outcome.exit_code == 0 for outcome in pool.close())
 
 
 def start(rank: int, world: int, model: Path, changes: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.verl import import_verl, join_as_verl, needs_verl, save_tiny_model
+from support.verl import import_verl, join_as_verl, needs_verl
 from support.verl_engine import build, loss_with_metrics, rows
 
 from odc.errors import PlanError, UnsupportedError
@@ -21,13 +21,6 @@ pytestmark = needs_verl
 # room than was made for the first.
 STEPS = [([[151, 20, 9], [30, 12]], 100), ([[31, 9, 8], [305, 20]], 160)]
 PROMPT = 5
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("split")
-    save_tiny_model(folder)
-    return folder
 
 
 def answered(lengths: list[int], first: int, **settings: Any) -> Any:
@@ -96,7 +89,7 @@ def trained(
         dist.all_gather_object(gathered, output["metrics"])
         names = [name for name, one in output["metrics"].items() if isinstance(one, Metric)]
         found["metrics"].append({name: Metric.aggregate_dp([one[name] for one in gathered]) for name in names})
-    return found | {"weights": [value.sum().item() for _, value in engine.get_per_tensor_param()[0]]}
+    return found | {"weights": {name: value.sum().item() for name, value in engine.get_per_tensor_param()[0]}}
 
 
 def alike(ours: list[dict[str, list[Any]]], theirs: list[dict[str, list[Any]]]) -> None:
