@@ -157,14 +157,14 @@ def sweep(
 
 
 def usual_values(scenario: Scenario, axis: str) -> list[float]:
-    """Values of a sweep around a scenario, as the paper's figure 10 has them."""
+    """Values of a sweep around a scenario, as the paper's figure 10 has them; fewer where a slow rank must be there."""
     _require_axis(axis)
     if axis == "samples_per_rank":
         return [1, 2, 4, 8, 16]
     if axis == "packing_ratio":
         return [1, 2, 4, 8]
     if axis == "ranks":
-        return [2, 4, 8, 16, 32]
+        return [ranks for ranks in (2, 4, 8, 16, 32) if ranks > max(scenario.slow, default=0)]
     longest = scenario.max_length or 65_536
     return [longest // 8, longest // 4, longest // 2, longest]
 

@@ -84,6 +84,11 @@ def test_sweeps_change_one_field(axis: str) -> None:
         sweep(SMALL, "colour", [1])
 
 
+def test_a_sweep_has_no_fewer_ranks_than_the_slow_one_needs() -> None:
+    assert usual_values(SMALL, "ranks") == [2, 4, 8, 16, 32]
+    assert usual_values(SMALL.with_(slow={3: 1.5}), "ranks") == [4, 8, 16, 32]
+
+
 def test_a_picture_of_sweeps(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the plot extra")
     from odc.simulate.report import draw_sweeps
