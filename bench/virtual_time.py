@@ -111,6 +111,7 @@ class VirtualTime:
             actor.turn.release() if actor.turn.locked() else None
         for thread in self._threads:
             thread.join(10.0)
+        self._until = lambda: True  # a worker's queue keeps this object, which is to keep nothing of the simulation
 
     def _push(self, actor: Actor) -> None:
         self._count += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +72,10 @@ def test_sums_leave_while_slower_ranks_still_compute() -> None:
 def test_a_link_ten_times_as_slow_makes_the_step_longer() -> None:
     slow, fast = (max(one.step for one in ranks_of(replace(COSTS, nic=nic)).run()) for nic in (NIC / 10, NIC))
     assert slow > fast + 0.02
+
+
+def test_a_simulation_leaves_no_memory_behind() -> None:
+    """Workers of node caches live as long as their endpoints, which a simulation's threads must not keep."""
+    ranks_of().run()
+    gc.collect()
+    assert "memfd:odc.alone" not in Path("/proc/self/maps").read_text()
