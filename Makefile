@@ -1,6 +1,6 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
 # test-integrations lays .venv-trl, .venv-titan, .venv-nixl, .venv-nvshmem, .venv-integrations and .venv-evaluation over
-# it, likewise, and .venv-vllm over .venv-integrations; test-torch and test-emulated lay .venv-torch-* over it.
+# it, likewise, .venv-vllm over .venv-integrations, and .venv-trl-vllm over that; test-torch and test-emulated lay .venv-torch-* over it.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   VENV=.venv-python3.13    another environment than .venv, for test and test-all with another interpreter beside it
@@ -125,7 +125,7 @@ bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by
 	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m bench.gpu_train --results $(RESULTS) || code=1;) \
 	exit $$code
 
-figures: $(READY) .venv-integrations/.ready .venv-trl/.ready .venv-nixl/.ready  ## take all figures of README and docs/ again and write the pages (root, clean tree, quiet machine; an hour)
+figures: $(READY) .venv-integrations/.ready .venv-trl/.ready .venv-nixl/.ready  ## take all figures of README and docs/ again and write the pages (root, clean tree, quiet machine; 80 minutes)
 	@$(ON_CPU) $(BIN)/python -m bench.figures $(ARGS)
 
 lint: $(READY)  ## check style and types

@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.quotes import figures_of
+from bench.svg import document
 
 PICTURE = Path(__file__).parent.parent / "docs" / "changes.svg"
 _PANELS = {"out": "bytes out of a host", "limited": "seconds over 1 Gbit", "free": "seconds, link not limited"}
 _COLOURS = ("#1b5e20", "#66bb6a", "#c8e6c9")  # by rate
 _LEFT, _PANEL, _BAR, _TOP = 90, 250, 10, 70
-_HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"
-font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#1f2328">
-<rect width="{width}" height="{height}" fill="#ffffff"/>"""
 
 
 def svg() -> str:
@@ -37,8 +35,7 @@ def svg() -> str:
             for at, value in enumerate(each):
                 elements.append(_bar(left, y + at * _BAR, value * scale, _COLOURS[at]))
                 elements.append(_text(left + value * scale + 4, y + at * _BAR + 8, f"{value:.2f}", 'font-size="9"'))
-    width = _LEFT + len(_PANELS) * _PANEL
-    return "\n".join([_HEAD.format(width=width, height=height), *elements, "</svg>", ""])
+    return document(_LEFT + len(_PANELS) * _PANEL, height, elements)
 
 
 def _text(x: float, y: float, text: str, more: str = "") -> str:

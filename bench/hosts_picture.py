@@ -6,14 +6,12 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from bench.stored import cases, load
+from bench.svg import document
 from odc.bench.report import cell
 
 PICTURE = Path(__file__).parent.parent / "docs" / "hosts.svg"
 _WIDTH, _LEFT, _BAR, _GAP = 860, 300, 15, 14
 _ODC, _TORCH = "#2e7d32", "#8fb8de"
-_HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"
-font-family="Helvetica, Arial, sans-serif" font-size="12" fill="#1f2328">
-<rect width="{width}" height="{height}" fill="#ffffff"/>"""
 
 
 def svg() -> str:
@@ -32,4 +30,4 @@ def svg() -> str:
             elements.append(f'<text x="{_LEFT + width + 5:.1f}" y="{y + 11}">{cell(row["seconds"])}</text>')
             y += _BAR
         y += _GAP
-    return "\n".join([_HEAD.format(width=_WIDTH, height=y), *elements, "</svg>", ""])
+    return document(_WIDTH, y, elements)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,13 @@ class Script:
                 f"--{name.replace('_', '-')}", default=default, help=f"{help_} ({default})", **kind
             )
         self.given, self.begun = self.parser.parse_args(), begin()
+
+    def need_verl(self) -> None:
+        """End the program where verl is not installed."""
+        if find_spec("verl") is None:
+            self.parser.error(
+                "this needs verl: run it in the environment that `make .venv-integrations/.ready` sets up"
+            )
 
     def store(self, name: str, title: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
         """As `odc.bench.report.store`, which writes `<results>/<name>.json` and `.md`."""

@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -214,8 +213,7 @@ def rows_of(minibatches: int, rows: int, found: dict[str, Any]) -> list[dict[str
 def checked(script: Script) -> Any:
     """The options; ends the program if they cannot be, or verl is missing."""
     given = script.given
-    if find_spec("verl") is None:
-        script.parser.error("this needs verl: run it in the environment that `make .venv-integrations/.ready` sets up")
+    script.need_verl()
     for count in given.minibatches:
         if given.rows % count:
             script.parser.error(f"--minibatches {count} does not divide --rows {given.rows}")

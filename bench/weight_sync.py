@@ -25,7 +25,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -236,8 +236,7 @@ def checked(script: Script) -> Any:
     """The options; ends the program if they cannot be, or verl is missing."""
     given = script.given
     largest = 4 * given.hidden * max(given.words, 4 * given.hidden)
-    if find_spec("verl") is None:
-        script.parser.error("this needs verl: run it in the environment that `make .venv-integrations/.ready` sets up")
+    script.need_verl()
     if given.hidden % 64:
         script.parser.error(f"--hidden must be a multiple of 64, not {given.hidden}")
     if given.bucket * MIB < largest:
