@@ -1,6 +1,7 @@
 # Every target sets up .venv by itself, once; it is rebuilt only when pyproject.toml or constraints.txt change.
 # test-integrations lays .venv-trl, .venv-titan, .venv-nixl, .venv-nvshmem, .venv-integrations and .venv-evaluation over
-# it, likewise, .venv-vllm over .venv-integrations, and .venv-trl-vllm over that; test-torch and test-emulated lay .venv-torch-* over it.
+# it, likewise, .venv-vllm over .venv-integrations, and .venv-trl-vllm over that; test-torch and test-emulated lay
+# .venv-torch-* over it.
 #
 #   PYTHON=python3.12        the interpreter to build .venv with (3.11 or newer)
 #   VENV=.venv-python3.13    another environment than .venv, for test and test-all with another interpreter beside it

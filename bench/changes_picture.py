@@ -16,7 +16,7 @@ _LEFT, _PANEL, _BAR, _TOP = 90, 250, 10, 70
 def svg() -> str:
     """The picture: a panel for each measure, in each a group of bars for each arm, a bar for each learning rate."""
     figures = figures_of("changes")
-    arms, rates = figures["rows"], figures["rates"].split(" / ")
+    arms, rates = figures["values"], figures["rates"].split(" / ")
     height = _TOP + len(arms) * (len(rates) * _BAR + 12)
     elements = [_text(12, 22, "A step on two hosts, over reading shards whole (measured)", 'font-size="14"')]
     for at, rate in enumerate(rates):
@@ -25,14 +25,13 @@ def svg() -> str:
     for number, (key, title) in enumerate(_PANELS.items()):
         left = _LEFT + number * _PANEL
         elements.append(_text(left, _TOP - 10, title, 'font-weight="bold"'))
-        values = [[float(part) for part in arm[key].split(" / ")] for arm in arms]
-        scale = (_PANEL - 60) / max(1.0, *(value for each in values for value in each))
+        scale = (_PANEL - 60) / max(1.0, *(value for measures in arms.values() for value in measures[key]))
         elements.append(f'<path d="M{left + scale:.1f} {_TOP - 4}V{height - 8}" stroke="#999" stroke-dasharray="3 3"/>')
-        for row, (arm, each) in enumerate(zip(arms, values, strict=True)):
+        for row, (arm, measures) in enumerate(arms.items()):
             y = _TOP + row * (len(rates) * _BAR + 12)
             if not number:
-                elements.append(_text(_LEFT - 8, y + 18, arm["arm"], 'text-anchor="end"'))
-            for at, value in enumerate(each):
+                elements.append(_text(_LEFT - 8, y + 18, arm, 'text-anchor="end"'))
+            for at, value in enumerate(measures[key]):
                 elements.append(_bar(left, y + at * _BAR, value * scale, _COLOURS[at]))
                 elements.append(_text(left + value * scale + 4, y + at * _BAR + 8, f"{value:.2f}", 'font-size="9"'))
     return document(_LEFT + len(_PANELS) * _PANEL, height, elements)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -264,29 +264,29 @@ def changes() -> Figures:
         found = (find(result, **{"arm": arm, "link": link, "learning rate": rate}) for rate in rates)
         return [float(row[key]) for row in found]
 
-    def each(arm: str, link: str, key: str) -> str:
-        return " / ".join(f"{value:.2f}" for value in of(arm, link, key))
+    def each(values: Iterable[float]) -> str:
+        return " / ".join(f"{value:.2f}" for value in values)
 
-    arms = sorted({row["arm"] for row in result["rows"]}, key=lambda arm: of(arm, limited, "seconds"))
-    lines = [
-        {
-            "arm": arm,
-            "out": each(arm, limited, "out of whole"),
-            "limited": each(arm, limited, "seconds of whole"),
-            "free": each(arm, free, "seconds of whole"),
-            "cpu": each(arm, free, "CPU of whole"),
+    values = {
+        arm: {
+            "out": of(arm, limited, "out of whole"),
+            "limited": of(arm, limited, "seconds of whole"),
+            "free": of(arm, free, "seconds of whole"),
+            "cpu": of(arm, free, "CPU of whole"),
         }
-        for arm in arms
-    ]
+        for arm in sorted({row["arm"] for row in result["rows"]}, key=lambda arm: of(arm, limited, "seconds"))
+    }
+    lines = [{"arm": arm, **{key: each(some) for key, some in its.items()}} for arm, its in values.items()]
     base, whole = of("whole", free, "seconds"), of("whole", limited, "seconds")
     remain = {
-        arm: " / ".join(
-            f"{(slow - rest) / (longest - rest):.2f}"
+        arm: each(
+            (slow - rest) / (longest - rest)
             for slow, rest, longest in zip(of(arm, limited, "seconds"), base, whole, strict=True)
         )
         for arm in ("changes", "int8")
     }
-    return result | {"rows": lines, "rates": " / ".join(f"{rate:g}" for rate in rates), "remain": remain}
+    shown = " / ".join(f"{rate:g}" for rate in rates)
+    return result | {"rows": lines, "values": values, "rates": shown, "remain": remain}
 
 
 @_quote

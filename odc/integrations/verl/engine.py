@@ -75,9 +75,9 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         """As verl's, which gathers each parameter on all ranks. On CPU ranks, without adapters and quantization, a rank
         reads what all of them publish instead, in their compute dtype: no rank waits for another's rollout.
         """
-        weights, adapter = super().get_per_tensor_param(layered_summon, base_sync_done, **options)
         quantized, module = getattr(self, "_qat_enabled", False), self.module
         if quantized or hasattr(module, "peft_config") or next(module.parameters()).device.type != "cpu":
+            weights, adapter = super().get_per_tensor_param(layered_summon, base_sync_done, **options)
             return weights, adapter
         return published_here(self, self._published), None
 
