@@ -171,7 +171,9 @@ class HostNetwork:
         """Where the listener of `rank` (global) is; waits, and raises, as `dial`."""
         doing = f"waiting for rank {rank} to listen for other hosts"
         late = f"rank {self.rank}, {doing}: it has not in {self.store.timeout_s:g} s"
-        found = self.store.await_key(_key(rank), late, culprit=rank, check=lambda: check(doing))
+        # Watched: the store may be on a host that is cut off, and the job ends meanwhile.
+        watched = JobStore(self.store, self.store.timeout_s, self.rank, watch=lambda: check(doing))
+        found = watched.await_key(_key(rank), late, culprit=rank)
         return _decoded(found)
 
     def export_secret(self, identity: str) -> bytes:

@@ -111,8 +111,8 @@ class JobStore:
 
     Every method raises WaitTimeoutError if the store does not answer within `timeout_s`, and PeerLostError if it has
     gone with the process that hosts it. `store` may be a JobStore, whose connection is then shared; `rank` is for
-    messages; `watch`, called every 0.1 s while a call takes long, may raise to end the wait. What `lasts` outlives a
-    start of all ranks by torchrun.
+    messages; `watch`, called every 0.1 s while a call takes long, may raise to end the wait, and must not call the store.
+    What `lasts` outlives a start of all ranks by torchrun.
     """
 
     def __init__(
@@ -164,13 +164,15 @@ class JobStore:
     ) -> bytes:
         """The value of a key once another rank has set it.
 
-        `check` is called between two checks for the key, and may raise to end the wait. WaitTimeoutError, with the text
-        `late` and the `culprit`, after `timeout_s`, which is the store's unless given.
+        `check`, which may call the store, and the watch are called between two checks for the key, and may raise to end
+        the wait. WaitTimeoutError, with the text `late` and the `culprit`, after `timeout_s`, which is the store's
+        unless given.
         """
         deadline = Deadline(self.timeout_s if timeout_s is None else timeout_s)
         backoff = Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
         while (found := self.find(key)) is None:
             check()
+            self._watch()
             if deadline.passed():
                 raise WaitTimeoutError(late, culprit=culprit)
             backoff.sleep()

@@ -119,6 +119,25 @@ def test_a_rank_at_another_ones_address_is_refused(make: Make) -> None:
         one.network.dial(2, "link 0.a")
 
 
+def test_the_end_of_the_job_ends_a_read_that_asks_a_silent_store(make: Make) -> None:
+    """As where the host of the store is cut off: this rank knows that before any call of the store ends."""
+    one, answer = make(dist.HashStore(), 0), threading.Event()
+
+    class Silent:
+        def compare_set(self, *_: str) -> bytes:
+            answer.wait(60.0)
+            return b""
+
+    def check(doing: str) -> None:
+        raise PeerLostError(f"rank 0, {doing}: the job was aborted", culprit=1)
+
+    store = Silent()
+    one.network.store = JobStore(store, 600.0, 0)
+    with pytest.raises(PeerLostError, match="rank 0, reading shards of rank 1: the job was aborted"):
+        one.network.engine.read(1, "heap", 0, torch.zeros(4, dtype=torch.uint8), what="shards", check=check)
+    answer.set()
+
+
 def test_a_listener_that_hangs_up_for_once_is_asked_again(make: Make) -> None:
     """It may have too many connections pending, or this process was stopped in the middle of the handshake."""
     store = dist.HashStore()
