@@ -19,6 +19,7 @@ from torch import nn
 from odc.errors import OdcError, PeerLostError
 from odc.eval.peers import Peers
 from odc.net import JobStore
+from odc.net.store import announce_process
 from odc.settings import LONGEST_TIMEOUT_S
 
 
@@ -39,7 +40,8 @@ def session(
         timeout_s: how many seconds to wait for a rank that makes no progress: no forward of `modules`, nothing sent,
             no `peers.tick()`. Then WaitTimeoutError names it.
 
-    Raises PeerLostError if another rank failed, OdcError if this process is not in the group.
+    Raises PeerLostError if another rank failed, or one of this host has ended; OdcError if this process is not in the
+    group.
     """
     peers = _join(group, timeout_s)
     hooks = contextlib.ExitStack()
@@ -94,6 +96,7 @@ def _join(group: dist.ProcessGroup | None, timeout_s: float) -> Peers:
     me = ranks.index(dist.get_rank())
     owner: Any = dist.group.WORLD if group is None else group
     store = JobStore(owner.get_group_store(), timeout_s, dist.get_rank())
+    announce_process(store, dist.get_rank())
     number = store.add(f"odc.eval/sessions/{me}", 1)  # the same on every rank: all run their sessions in one order
     return Peers(store, ranks, me, timeout_s, f"odc.eval/{number}/")
 

@@ -22,7 +22,7 @@ from odc.deadlines import (
     last_in_chain,
 )
 from odc.errors import PeerLostError, WaitTimeoutError, culprit_of
-from odc.net.store import JobStore
+from odc.net.store import JobStore, process_of
 
 _PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
 _AHEAD = 4  # unread pieces between two members
@@ -36,8 +36,9 @@ class Mailbox:
     take members, indices into `ids`, of which `me` is this one's. A wait ends `timeout_s` after the last progress of
     the member it waits for. `task` names what all do together; `prefix` begins its keys in the store.
 
-    Every wait raises PeerLostError once another member has failed, and WaitTimeoutError, naming the end of the chain of
-    waits; and as a JobStore does.
+    Every wait raises PeerLostError once another member has failed, or the process of the rank it waits for, which has
+    announced it (`announce_process`), is seen to end; WaitTimeoutError, naming the end of the chain of waits; and as a
+    JobStore does.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class Mailbox:
         task: str = "the evaluation",
     ) -> None:
         self._of_ranks = kind == "rank"
-        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), ids[me] if self._of_ranks else None, prefix)
+        self._job = JobStore(store, max(timeout_s, STORE_LEAST_S), ids[me] if self._of_ranks else None)
+        self._store = JobStore(self._job, self._job.timeout_s, self._job.rank, prefix)
         self.ids, self.me, self.timeout_s = tuple(ids), me, timeout_s
         self._kind, self._task, self._names = kind, task, [f"{kind} {one}" for one in ids]
         self._sent, self._received = [0] * len(ids), [0] * len(ids)
@@ -160,11 +162,16 @@ class Mailbox:
         """Poll until `ready()`, which `member` makes true. Its progress starts the deadline anew."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         backoff, deadline = Backoff(MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S), Deadline(limit_s)
-        next_check = Deadline(limit_s / _CHECKS)
+        next_check, next_look = Deadline(limit_s / _CHECKS), Deadline(MAIL_TICK_S)
         published, seen = False, -1
         while not ready():
             self.check(f"waiting for {what}")
             backoff.sleep()
+            if next_look.passed():
+                next_look = Deadline(MAIL_TICK_S)
+                if self._ended(member) and not ready():
+                    text = f"{self._names[self.me]}, waiting for {what}: the process of {self._names[member]} has ended"
+                    raise PeerLostError(text, culprit=self.ids[member])
             if not next_check.passed():
                 continue
             next_check = Deadline(limit_s / _CHECKS)
@@ -179,6 +186,11 @@ class Mailbox:
         if published:
             self._store.set(f"waits/{self.me}", str(self.me))  # for no other; a key that is read is never deleted
         self._ticked = float("-inf")  # the next tick() counts at once
+
+    def _ended(self, member: int) -> bool:
+        """Whether the member's process is seen to have ended; what it stored before is in the store."""
+        process = process_of(self._job, self.ids[member]) if self._of_ranks else None
+        return process is not None and not process.alive()
 
     def _run_out(self, member: int, what: str, timeout_s: float) -> NoReturn:
         culprit = last_in_chain(member, self.me, self._waits_for)

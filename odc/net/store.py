@@ -110,9 +110,9 @@ class JobStore:
     """A `torch.distributed.Store` whose calls end. May be used from any thread, but not by a finalizer.
 
     Every method raises WaitTimeoutError if the store does not answer within `timeout_s`, and PeerLostError if it has
-    gone with the process that hosts it. `store` may be a JobStore, whose connection is then shared; `rank` is for
-    messages; `watch`, called every 0.1 s while a call takes long, may raise to end the wait, and must not call the store.
-    What `lasts` outlives a start of all ranks by torchrun.
+    gone with the process that hosts it. `store` may be a JobStore, whose connection is then shared, and whose prefix
+    comes before `prefix`; `rank` is for messages; `watch`, called every 0.1 s while a call takes long, may raise to end
+    the wait, and must not call the store. What `lasts` outlives a start of all ranks by torchrun.
     """
 
     def __init__(
@@ -125,11 +125,14 @@ class JobStore:
         *,
         lasts: bool = False,
     ) -> None:
-        if not isinstance(store, JobStore) and not lasts:
+        if isinstance(store, JobStore):
+            prefix = store._prefix + prefix
+        elif not lasts:
             prefix = attempt() + prefix
         self._store: Any = store._store if isinstance(store, JobStore) else store
         self._connection = _connect(self._store)
-        self.timeout_s, self._rank, self._prefix, self._watch = timeout_s, rank, prefix, watch
+        self.timeout_s, self.rank, self._watch = timeout_s, rank, watch
+        self._prefix: str = prefix
 
     @property
     def processes(self) -> dict[int, ProcessHandle]:
@@ -138,7 +141,7 @@ class JobStore:
 
     def within(self, timeout_s: float) -> JobStore:
         """The same store with another deadline, and without `watch`."""
-        return JobStore(self, timeout_s, self._rank, self._prefix)
+        return JobStore(self, timeout_s, self.rank)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._call("set", self._prefix + key, value)
@@ -246,7 +249,7 @@ class JobStore:
             backoff.sleep()
 
     def _who(self) -> str:
-        return "" if self._rank is None else f"rank {self._rank}: "
+        return "" if self.rank is None else f"rank {self.rank}: "
 
     def _where(self) -> str:
         address = self._connection.address

@@ -326,7 +326,7 @@ class Generations:
 
     def _of_group(self) -> JobStore:
         """What ranks store of this generation beside what this module does, in the store of their process group."""
-        prefix = f"{PREFIX}{self.generation}/{DEFAULT_PREFIX}{attempt()}"
+        prefix = f"{self.generation}/{DEFAULT_PREFIX}{attempt()}"
         return JobStore(self._store, self._store.timeout_s, self.place, prefix)
 
     def _late(self, missing: list[int], timeout_s: float) -> WaitTimeoutError:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.rank_worker import die
 from support.ranks import spawn_ranks
 from torch import nn
 
@@ -97,3 +99,36 @@ def test_a_collective_broken_off_is_blamed_on_the_rank_that_failed_first():
     assert second.error == "KeyError"
     assert first.error == "PeerLostError"
     assert "rank 1 failed in the evaluation: KeyError: 'no such document'" in first.message
+
+
+def _one_dies(rank: int, world: int, finished: bool) -> None:
+    with session(timeout_s=1000.0) as peers:
+        if finished:
+            peers.exchange(rank, "ranks")
+        if rank == 1:
+            die()
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_rank_that_is_killed_is_named_long_before_the_deadline(finished: bool) -> None:
+    """Without a launcher that would end the others: the first member sees it end, and the third hears of it."""
+    with spawn_ranks(3, _one_dies, finished) as ranks:
+        first, second, third = ranks.wait()
+    assert second.exit_code == -9
+    ended = "rank 0, waiting for the end of the evaluation: the process of rank 1 has ended"
+    assert (first.error, first.message) == ("PeerLostError", ended)
+    assert (third.error, "rank 1 failed in the evaluation" in third.message) == ("PeerLostError", True)
+
+
+def _failed_before(rank: int, world: int) -> Any:
+    """As torchrun starts the ranks of one host again: the store, which stays, has what a session left as it failed."""
+    store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store.set("odc.eval/1/failed", '[1, "KeyError: before"]')
+    os.environ.update(TORCHELASTIC_RESTART_COUNT="2", GROUP_WORLD_SIZE="1")
+    with session(timeout_s=60.0) as peers:
+        return peers.exchange(rank, "ranks")
+
+
+def test_a_session_does_not_find_what_failed_before_torchrun_started_again() -> None:
+    with spawn_ranks(2, _failed_before) as ranks:
+        assert [outcome.value for outcome in ranks.wait()] == [[0, 1], [0, 1]]
