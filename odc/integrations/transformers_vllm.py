@@ -11,7 +11,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from odc.errors import ConfigError
+import torch.distributed as dist
+
+from odc.errors import ConfigError, OdcError
 from odc.handover import version, weight_handle
 
 
@@ -59,8 +61,8 @@ def serve_from_shards(trainer: Any) -> None:
 class ServerWeights:
     """In place of `VLLMGeneration.sync_weights`, for a root of `odc.fully_shard`.
 
-    Every rank calls it, outside of a minibatch. Each publishes; the main process asks the server to read, and all wait
-    until it has. Raises there what TRL's client does if the server refuses.
+    Every rank calls it, outside of a minibatch. Each publishes; rank 0 asks the server to read, and all wait until it
+    has. If the server refuses, rank 0 raises what TRL's client does, and every other rank OdcError.
     """
 
     def __init__(self, model: Any, generation: Any) -> None:
@@ -69,10 +71,18 @@ class ServerWeights:
 
     def __call__(self) -> None:
         self._model.publish()
-        accelerator = self._generation.accelerator
-        if accelerator.is_main_process:
-            self._read(self._generation.vllm_client)
-        accelerator.wait_for_everyone()  # a rank that went on could publish the next version
+        cause: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                self._read(self._generation.vllm_client)
+            except Exception as error:
+                cause = error
+        refused = [None if cause is None else f"{type(cause).__name__}: {cause}"]
+        dist.broadcast_object_list(refused)  # a rank that went on before could publish the next version
+        if cause is not None:
+            raise cause
+        if refused[0] is not None:
+            raise OdcError(f"rank {dist.get_rank()}: the vLLM server has not read the weights: {refused[0]}")
 
     def _read(self, client: Any) -> None:
         handle = weight_handle(self._model)

@@ -16,7 +16,7 @@ from support.programs import backward
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import fully_shard
-from odc.errors import ConfigError
+from odc.errors import ConfigError, OdcError
 from odc.handover import Reader, read_groups
 from odc.integrations.transformers_vllm import ServerWeights, _refuse_other_backend, serve_from_shards
 
@@ -58,8 +58,7 @@ class ReadingClient:
 def test_the_server_reads_what_the_ranks_have_published(rank: int, world: int) -> None:
     model = build(fully_shard, Case(counts=((1,),)), init_device_mesh("cpu", (world,)))
     optimizer, client = adamw(model), ReadingClient()
-    accelerator = SimpleNamespace(is_main_process=rank == 0, wait_for_everyone=dist.barrier)
-    sync = ServerWeights(model, SimpleNamespace(accelerator=accelerator, vllm_client=client))
+    sync = ServerWeights(model, SimpleNamespace(vllm_client=client))
     for step in range(3):
         sync()
         whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
@@ -74,6 +73,23 @@ def test_the_server_reads_what_the_ranks_have_published(rank: int, world: int) -
     assert client.asked == (["init_weight_transfer_engine", *once * 3] if rank == 0 else [])
     client.close()
     dist.barrier()
+
+
+class RefusingClient(ReadingClient):
+    def _post(self, url: str, json: dict[str, Any]) -> None:
+        raise ConnectionError("the server has gone")
+
+
+@on_ranks(2)
+def test_no_rank_waits_for_a_server_that_refuses(rank: int, world: int) -> None:
+    model = build(fully_shard, Case(counts=((1,),)), init_device_mesh("cpu", (world,)))
+    with model.minibatch():
+        backward(model, rank, 0)
+    sync = ServerWeights(model, SimpleNamespace(vllm_client=RefusingClient()))
+    why = "the server has gone"
+    kind, text = (ConnectionError, why) if rank == 0 else (OdcError, f"rank 1: .* ConnectionError: {why}")
+    with pytest.raises(kind, match=text):
+        sync()
 
 
 def server(transfer: Any) -> Any:
