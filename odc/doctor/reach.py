@@ -21,9 +21,10 @@ from typing import Any
 
 from odc import launchers
 from odc.errors import ConfigError, OdcError
+from odc.net.announced import place
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor
-from odc.net.store import JobStore, place, store_of_hosts
+from odc.net.store import JobStore, store_of_hosts
 from odc.net.tcp import interface_of
 from odc.settings import Settings
 from odc.worker import in_background

@@ -19,7 +19,7 @@ from torch import nn
 from odc.errors import OdcError, PeerLostError
 from odc.eval.peers import Peers
 from odc.net import JobStore
-from odc.net.store import announce_process
+from odc.net.announced import announce_process
 from odc.settings import LONGEST_TIMEOUT_S
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from odc.net.store import host_identity
+from odc.net.announced import host_identity
 from odc.trace import Span
 
 _TRIPS = 8

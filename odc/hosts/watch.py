@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from odc.deadlines import STORE_ENDING_S
 from odc.errors import OdcError
 from odc.memory import close_after_fork
+from odc.net.announced import announce_failure
 from odc.net.host_link import HostLink, side_to_blame
 from odc.net.liveness import Liveness, Loss
 from odc.net.messages import MalformedMessageError, Message, MessageReader, RankEnded, Watching
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor, Registration
-from odc.net.store import announce_failure
 from odc.protocol.peers.board import REASON_BYTES
 from odc.worker import in_background
 

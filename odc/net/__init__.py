@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from odc.net.announced import announce_failure, announce_process, host_identity
 from odc.net.mailbox import Mailbox
-from odc.net.store import JobStore, KeyValueStore, announce_failure, announce_process, host_identity
+from odc.net.store import JobStore, KeyValueStore
 
 __all__ = [
     "JobStore",

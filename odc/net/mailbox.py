@@ -22,7 +22,8 @@ from odc.deadlines import (
     last_in_chain,
 )
 from odc.errors import PeerLostError, WaitTimeoutError, culprit_of
-from odc.net.store import JobStore, process_of
+from odc.net.announced import process_of
+from odc.net.store import JobStore
 
 _PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
 _AHEAD = 4  # unread pieces between two members

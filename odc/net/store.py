@@ -1,20 +1,15 @@
-"""The job's key-value store, with a deadline on every call, and what ranks publish of themselves in it.
+"""The job's key-value store, with a deadline on every call.
 
 torch's `TCPStore` may block for as long as its server is silent, whatever timeout it was given. A thread of this
 process therefore makes the calls on a connection of its own, and the caller waits for the thread until its deadline.
 
 While a call takes long, the caller also checks whether anything listens at the store's address: a new connection to a
 store that is gone would be tried again until torch's timeout.
-
-A rank publishes its process when it first shards a module, so that a peer that waits for its heap sees the process
-end at once. Only ranks that see the same process ids (one host, one PID namespace) can see that.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import os
 import secrets
 import socket
@@ -35,11 +30,10 @@ from odc.deadlines import (
     Backoff,
     Deadline,
 )
-from odc.errors import OdcError, PeerLostError, WaitTimeoutError, aborted_by
+from odc.errors import OdcError, PeerLostError, WaitTimeoutError
 from odc.memory import ProcessHandle
 from odc.worker import Job, Worker
 
-_FAILED = "odc/failed"
 _NOTHING = secrets.token_hex(16)  # what no key has as its value
 
 
@@ -298,82 +292,3 @@ def attempt() -> str:
     """
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return "" if count == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1" else f"attempt{count}/"
-
-
-def announce_process(store: JobStore, rank: int) -> None:
-    """Store which process `rank` is, and on which host. Raises as a JobStore does."""
-    store.set(_key(rank), json.dumps([os.getpid(), _namespace(), host_identity()]))
-
-
-def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
-    """The process of `rank`; None if it has not published it, or cannot be seen from here. Raises as a JobStore does.
-
-    The handle belongs to the store's connection, which keeps it for later callers.
-    """
-    known = store.processes.get(rank)
-    if known is not None or (found := store.find(_key(rank))) is None:
-        return known
-    pid, namespace, *_ = json.loads(found)
-    if namespace != _namespace():
-        return None
-    handle = ProcessHandle(int(pid))
-    kept = store.processes.setdefault(rank, handle)
-    if kept is not handle:  # another thread was quicker
-        handle.close()
-    return kept
-
-
-def await_host(store: JobStore, rank: int, late: str, check: Callable[[], object]) -> str:
-    """The `host_identity` of `rank` once it is announced; arguments and errors as of `JobStore.await_key`."""
-    return str(json.loads(store.await_key(_key(rank), late, culprit=rank, check=check))[2])
-
-
-def announce_failure(store: JobStore, reason: str, culprit: int) -> None:
-    """Announce to ranks that have not attached yet why this process ends; does nothing if the store does not answer."""
-    with contextlib.suppress(OdcError):
-        # The first stays: later ones are mostly its consequence.
-        store.compare_set(_FAILED, "", json.dumps([culprit, reason]))
-
-
-def failure(store: JobStore) -> tuple[int, str] | None:
-    """Culprit and reason that a rank of the job left by `announce_failure`. Raises as a JobStore does."""
-    found = store.find(_FAILED)
-    if found is None:
-        return None
-    culprit, reason = json.loads(found)
-    return int(culprit), str(reason)
-
-
-def refuse_failure(store: JobStore, doing: str) -> None:
-    """Raise PeerLostError if a rank of the job left a reason by `announce_failure`. Raises as a JobStore does, too."""
-    if (failed := failure(store)) is not None:
-        raise aborted_by(doing, *failed)
-
-
-def _key(rank: int) -> str:
-    return f"odc/process/{rank}"
-
-
-def host_identity() -> str:
-    """Two processes with the same text can map each other's memory and watch each other: they share the boot, the
-    network namespace (for the listeners) and the PID namespace. Containers that differ in one of these are hosts.
-    """
-    return "".join(place())
-
-
-def place() -> tuple[str, str, str]:
-    """The boot of this process's machine, and its PID and network namespaces, which are numbered within a boot; "" for
-    what cannot be read.
-    """
-    boot = pids = network = ""
-    with contextlib.suppress(OSError):
-        network, pids = os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    return boot, pids, network
-
-
-def _namespace() -> str:
-    """Two processes with the same text see the same process ids."""
-    boot, pids, _ = place()
-    return boot + pids

@@ -24,7 +24,8 @@ from odc.errors import OdcError, WaitTimeoutError
 from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.memory import ProcessHandle
 from odc.net import JobStore, announce_failure
-from odc.net.store import attempt, failure, host_identity
+from odc.net.announced import failure, host_identity
+from odc.net.store import attempt
 from odc.recovery.members import Agreed, Held, MemberList, Presence, Share, newest_common, on_whole_hosts
 
 PREFIX = "odc/recovery/"

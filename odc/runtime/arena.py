@@ -19,7 +19,8 @@ import torch
 
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap, round_up
-from odc.net.store import JobStore, KeyValueStore, announce_process
+from odc.net.announced import announce_process
+from odc.net.store import JobStore, KeyValueStore
 from odc.protocol.arena_protocol import AbsentMember, ArenaWords
 from odc.protocol.grid import RankGrid
 from odc.protocol.words import Word

@@ -42,8 +42,9 @@ from odc.errors import (
     culprit_of,
 )
 from odc.memory import Attachment
+from odc.net.announced import failure, host_identity, process_of, refuse_failure
 from odc.net.requests import Answer, NoAnswerError, ask
-from odc.net.store import JobStore, failure, host_identity, process_of, refuse_failure
+from odc.net.store import JobStore
 from odc.protocol.grid import RankGrid
 from odc.protocol.units import UnitSpec
 

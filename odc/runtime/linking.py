@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from odc.errors import OdcError, PeerLostError, culprit_of
 from odc.hosts.links import Links
 from odc.memory import ShmHeap
+from odc.net.announced import await_host, host_identity, refuse_failure
 from odc.net.handshake import export_purpose
 from odc.net.host_link import HostLink
 from odc.net.network import HostNetwork
-from odc.net.store import JobStore, await_host, host_identity, refuse_failure
+from odc.net.store import JobStore
 from odc.protocol.grid import RankGrid
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import abort

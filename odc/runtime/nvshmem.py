@@ -32,7 +32,8 @@ from odc.errors import (
 )
 from odc.memory import nvshmem
 from odc.memory.nvshmem import Library, SlabPiece
-from odc.net.store import JobStore, host_identity, process_of, refuse_failure
+from odc.net.announced import host_identity, process_of, refuse_failure
+from odc.net.store import JobStore
 from odc.net.tcp import interface_of, own_address
 from odc.runtime.daemon import process_status
 from odc.settings import Settings

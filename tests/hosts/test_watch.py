@@ -16,13 +16,13 @@ from support.waiting import PATIENCE_S, until
 from odc.deadlines import Deadline
 from odc.hosts.watch import PURPOSE, HostWatch, neighbours
 from odc.net import JobStore, network
+from odc.net.announced import failure
 from odc.net.conversation import converse
 from odc.net.handshake import begin_handshake
 from odc.net.liveness import Liveness, Loss
 from odc.net.messages import PushCounts, Watching, encode
 from odc.net.network import HostNetwork, _key
 from odc.net.reactor import Reactor
-from odc.net.store import failure
 from odc.settings import Settings
 
 WORLD = 4

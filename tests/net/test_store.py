@@ -1,13 +1,10 @@
-"""The job's store: calls that end, keys that are awaited, and what ranks announce in it."""
+"""The job's store: calls that end, and keys that are awaited."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +20,6 @@ from support.ranks import RankProcesses, spawn_ranks
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.memory import ProcessHandle
 from odc.net import JobStore
-from odc.net import store as job_store
-from odc.net.store import announce_failure, announce_process, failure, process_of
 
 
 class Silent:
@@ -237,42 +232,3 @@ def test_a_store_whose_host_was_stopped_or_killed(host: tuple[RankProcesses, Any
     with pytest.raises(PeerLostError, match="the process of rank 2 has ended") as lost:
         store.within(60.0).check(["a"])
     assert lost.value.culprit == 2
-
-
-# what ranks announce -------------------------------------------------------------------------------------------------
-
-
-def test_a_rank_that_has_announced_nothing_is_unknown() -> None:
-    assert process_of(JobStore(dist.HashStore(), 20.0, 7), 3) is None
-
-
-def test_a_living_process_is_seen_alive() -> None:
-    one = JobStore(dist.HashStore(), 20.0, 7)
-    announce_process(one, 0)
-    handle = process_of(one, 0)
-    assert handle is not None
-    assert handle.alive()
-    assert process_of(one, 0) is handle, "a poll must not open the process again and again"
-
-
-def test_a_process_that_has_ended_is_seen_dead() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    child.wait()
-    one = JobStore(dist.HashStore(), 20.0, 7)
-    one.set("odc/process/1", json.dumps([child.pid, job_store._namespace()]))
-    handle = process_of(one, 1)
-    assert handle is not None
-    assert not handle.alive()
-
-
-def test_a_process_id_of_another_host_is_not_taken() -> None:
-    one = JobStore(dist.HashStore(), 20.0, 7)
-    one.set("odc/process/1", json.dumps([1, "another host"]))
-    assert process_of(one, 1) is None
-
-
-def test_a_failure_is_announced_with_its_reason() -> None:
-    one = JobStore(dist.HashStore(), 20.0, 7)
-    assert failure(one) is None
-    announce_failure(one, "ValueError: no such tokenizer", 5)
-    assert failure(one) == (5, "ValueError: no such tokenizer")

@@ -19,7 +19,7 @@ from odc.errors import OdcError, WaitTimeoutError
 from odc.fsdp import default_store
 from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.net import JobStore, announce_failure
-from odc.net.store import failure
+from odc.net.announced import failure
 from odc.recovery import generations as module
 from odc.recovery.generations import GenerationOver, Generations
 from odc.recovery.members import Agreed, Held, MemberList, NothingKeptError, Presence, Share, newest_common

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from odc import Settings
 from odc.errors import HeapMemoryError, LayoutMismatchError, PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.memory import nvshmem as memory
-from odc.net.store import JobStore, announce_failure, host_identity
+from odc.net.announced import announce_failure, host_identity
+from odc.net.store import JobStore
 from odc.runtime import nvshmem
 from odc.runtime.daemon import process_status
 from odc.runtime.nvshmem import AllRanks, end_nvshmem, placer
@@ -105,7 +106,7 @@ def test_a_rank_that_has_failed_is_named() -> None:
 def test_a_rank_whose_process_has_ended_is_named() -> None:
     shared, dead = dist.HashStore(), subprocess.Popen([sys.executable, "-c", ""])
     store = store_of(shared, 0)
-    from odc.net.store import _key, _namespace  # what the dead process would have announced
+    from odc.net.announced import _key, _namespace  # what the dead process would have announced
 
     store.set(_key(1), f'[{dead.pid}, "{_namespace()}", "{host_identity()}"]')
     dead.wait()

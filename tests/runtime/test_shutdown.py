@@ -14,7 +14,7 @@ from support.sides import LAYOUT, RANKS, Side
 from support.waiting import until
 
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
-from odc.net import store as job_store
+from odc.net import announced
 from odc.protocol import Word
 from odc.settings import Settings
 
@@ -56,7 +56,7 @@ def test_a_peer_that_leaves_without_having_attached_is_not_waited_for(side: Make
 
 def test_a_peer_that_dies_is_not_waited_for(side: Make, store: Any) -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"]) as peer:
-        store.set(f"odc/process/{RANKS[1]}", json.dumps([peer.pid, job_store._namespace()]))
+        store.set(f"odc/process/{RANKS[1]}", json.dumps([peer.pid, announced._namespace()]))
         fast = side(0, settings=Settings(timeout_s=600.0)).announce()
         wait = left(fast)
         waiter = threading.Thread(target=wait)
