@@ -151,6 +151,33 @@ def test_nothing_is_published_for_weights_that_no_rollout_asks_for(actor: RankPo
         assert before == handed == asked - 1
 
 
+def changed(rank: int, world: int) -> int:
+    """Bring a whole copy up to date by the deltas of all ranks, as verl's `delta_sharded` does; returns what changed."""
+    before = {name: value.bfloat16() for name, value in gathered(held.engine).items()}
+    held.engine.prime_delta_snapshots()
+    step()
+    count = 0
+    for slots, _, counts, index, values, group in held.engine.get_per_tensor_param_delta_shard()[0]:
+        (name, shape), *others = [slot[:2] for slot in slots]
+        assert not others and len(counts) == 1
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, (index, values), group=group)
+        for where, what in parts:
+            count += where.numel()
+            before[name].view(-1)[where] = what
+        assert before[name].shape == tuple(shape)
+    after = gathered(held.engine)
+    assert all(torch.equal(before[name], value.bfloat16()) for name, value in after.items() if name != "temperature")
+    return count
+
+
+def test_the_deltas_that_verl_asks_for_are_what_a_step_changes(actor: RankPool, model: Path) -> None:
+    """For `rollout.checkpoint_engine.backend=delta_sharded`; it needs NCCL, and is not run here."""
+    actor.run(start, model, {})
+    counts = actor.run(changed)
+    assert counts[0] == counts[1] > 0
+
+
 def unmerged(rank: int, world: int) -> None:
     expected = gathered(held.engine, base_sync_done=True)
     ours, adapter = held.engine.get_per_tensor_param(base_sync_done=True)
