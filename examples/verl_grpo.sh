@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # verl's GRPO on two CPU ranks, each beside a vLLM server, on what verl_grpo.py wrote into this folder. Arguments are
-# verl's own, key=value; the rewards of each step go to metrics.jsonl. docs/verl.md explains the settings.
+# verl's own, key=value; the rewards of each step go to metrics.jsonl. docs/verl.md explains the settings. VERL_MAIN
+# names another trainer of verl than its default.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
@@ -51,5 +52,5 @@ logging=(
     trainer.save_freq=-1 trainer.resume_mode=disable 'trainer.logger=[console,file]'
     trainer.default_local_dir="$PWD/checkpoints"
 )
-exec python -m verl.trainer.main_ppo "${model[@]}" "${data[@]}" "${training[@]}" "${rollouts[@]}" "${cluster[@]}" \
-    "${logging[@]}" "$@"
+exec python -m "${VERL_MAIN:-verl.trainer.main_ppo}" "${model[@]}" "${data[@]}" "${training[@]}" "${rollouts[@]}" \
+    "${cluster[@]}" "${logging[@]}" "$@"

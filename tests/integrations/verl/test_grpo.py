@@ -160,13 +160,9 @@ def test_lora_adapters_reach_the_rollouts_merged(inputs) -> None:
     assert max(one["training/rollout_probs_diff_max"] for one in ours.steps) < 1e-4, "rollouts had stale weights"
 
 
-#: The trainer and one vLLM server beside it, which reads the actor's shards after every second update.
-SEPARATE = {
+#: The trainer, and one vLLM server beside it that reads the actor's shards.
+BESIDE = {
     "actor_rollout_ref.hybrid_engine": False,
-    "trainer.v1.trainer_mode": "separate_async",
-    "trainer.v1.separate_async.parameter_sync_step": 2,
-    "trainer.v1.separate_async.num_warmup_batches": 0,  # answers are of the weights that were read last
-    "trainer.v1.sampler.custom_sampler.path": "null",
     "trainer.total_training_steps": 3,
     f"{ACTOR}.use_kl_loss": False,
     f"{ROLLOUT}.nnodes": 1,
@@ -174,6 +170,25 @@ SEPARATE = {
     f"{ROLLOUT}.checkpoint_engine.backend": "odc",
     f"{ROLLOUT}.checkpoint_engine.custom_backend_module": "odc.integrations.verl.checkpoint_engine",
     "++ray_kwargs.ray_init.num_gpus": 3,
+}
+#: It reads after every second update.
+SEPARATE = BESIDE | {
+    "trainer.v1.trainer_mode": "separate_async",
+    "trainer.v1.separate_async.parameter_sync_step": 2,
+    "trainer.v1.separate_async.num_warmup_batches": 0,  # answers are of the weights that were read last
+    "trainer.v1.sampler.custom_sampler.path": "null",
+}
+#: verl's trainer that answers the next batch while it trains; the second of three updates changes nothing.
+ONE_STEP_OFF = BESIDE | {
+    "hydra.searchpath": "[pkg://verl.trainer.config]",  # where its own configuration looks beside the working folder
+    "rollout.nnodes": 1,
+    "rollout.n_gpus_per_node": 1,
+    "ray_kwargs.ray_init.num_cpus": 40,  # its driver takes ten
+    "trainer.v1.sampler.custom_sampler.path": "null",
+    f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
+    f"{ACTOR}.ppo_mini_batch_size": 8,
+    f"{ACTOR}.optim.lr_scheduler_type": "cosine",
+    f"{ACTOR}.optim.num_cycles": 1.5,  # 0 after a third of the steps
 }
 
 
@@ -185,3 +200,16 @@ def test_rollouts_beside_the_trainer_read_its_weights(inputs, monkeypatch) -> No
     assert len(odc.steps) == 3
     assert [len(minibatches) for minibatches in odc.rows] == [6, 6], "two updates a step"
     assert max(one["training/rollout_probs_diff_max"] for one in odc.steps) < 1e-5, "rollouts had stale weights"
+
+
+@pytest.mark.thorough
+def test_one_step_off_policy(inputs, monkeypatch) -> None:
+    """Answers are of weights from before the last update. The third batch's are the actor's own: after the first update
+    the server has read, and the second has changed nothing.
+    """
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "WARNING")
+    monkeypatch.setenv("VERL_MAIN", "verl.experimental.one_step_off_policy.main_ppo")
+    odc = train(inputs, "one-step-off", "odc", ONE_STEP_OFF)
+    apart = [abs(one["actor/ppo_kl"]) for one in odc.steps]
+    assert len(apart) == 3
+    assert apart[1] > 1e-3 and max(apart[0], apart[2]) < 1e-5, apart

@@ -152,7 +152,7 @@ def test_nothing_is_published_for_weights_that_no_rollout_asks_for(actor: RankPo
 
 
 def changed(rank: int, world: int) -> int:
-    """Bring a copy up to date by the deltas of all ranks, as verl's `delta_sharded`; returns how many elements changed."""
+    """Bring a copy up to date by the deltas of all ranks, as verl's `delta_sharded`; returns their elements."""
     before = {name: value.bfloat16() for name, value in gathered(held.engine).items()}
     held.engine.prime_delta_snapshots()
     step()
