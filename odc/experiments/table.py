@@ -137,7 +137,7 @@ def medians_over(figures: dict[str, Any]) -> str:
     """What the figures are medians of, as a caption begins, and whether the machine had other work."""
     counted = figures["job"]["steps"] - figures["skipped_steps"]
     repeats = f", each the median of {figures['repeats']} runs" if figures["repeats"] > 1 else ""
-    return f"Medians over {counted} steps{repeats}.{_busy(figures)}"
+    return f"Medians over {counted} step{'s'[: counted != 1]}{repeats}.{_busy(figures)}"
 
 
 def _busy(figures: Mapping[str, Any]) -> str:
