@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -19,6 +19,7 @@ VERSION = "0.1.0"  #: of odc, as in pyproject.toml
 
 _REPOSITORY = Path(__file__).parent.parent
 _DEADLINE_S = 30.0
+_BUSY = 0.5  # load a core from which a measurement is not to be trusted
 #: Stored figures and the pages that quote them are not code: rewriting them does not make the measured tree dirty.
 _CODE = (".", ":(exclude)bench/results", ":(exclude)docs", ":(exclude)README.md")
 
@@ -40,6 +41,14 @@ class Measurement:
 def begin() -> Measurement:
     """Facts from before a measurement; runs git, which takes milliseconds."""
     return Measurement(commit(), datetime.now(UTC).strftime("%Y-%m-%d"), os.getloadavg()[0])
+
+
+def other_work(figures: Mapping[str, Any]) -> str:
+    """A sentence for the reader of stored figures whose machine was busy; empty where it was quiet, or not known."""
+    load, cores = figures.get("load_1min", {"begin": 0.0})["begin"], figures.get("machine", {}).get("cores", 1)
+    if load < cores * _BUSY:
+        return ""
+    return f"The machine was busy: its load was {load:.1f}, on {cores} cores, before the measurement."
 
 
 def commit(repository: Path = _REPOSITORY) -> str | None:

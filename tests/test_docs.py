@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import re
 import textwrap
@@ -93,7 +95,39 @@ def test_pages_that_the_code_names_exist() -> None:
     assert not [one for one in sorted(named) if not (ROOT / one[1]).exists()]
 
 
+def programs(page: str) -> list[str]:
+    """The Python blocks of a page, in order."""
+    found = re.findall(
+        r"^( *)```python\n(.*?)^\1```", (ROOT / "docs" / page).read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    return [textwrap.dedent(block) for _, block in found]
+
+
 def test_the_programs_of_the_quickstart_run(capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "quickstart.md").read_text("utf-8"), re.DOTALL)
-    exec(compile(textwrap.dedent(program), "quickstart", "exec"), {})
+    (program,) = programs("quickstart.md")
+    exec(compile(program, "quickstart", "exec"), {})
     assert capsys.readouterr().out == "[[[0]], [[1, 2, 3]]]\n"
+
+
+def test_the_program_of_the_planners_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(programs("balance.md")[0], "balance", "exec"), {"lengths": [60_000, 900, 100, 80, 60, 9_000]})
+    assert "lower bound" in capsys.readouterr().out
+
+
+def test_the_program_of_the_simulator_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = programs("simulate.md")
+    exec(compile(program, "simulate", "exec"), {})
+    bubbles = [float(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(bubbles) == 2 and all(0 < bubble < 1 for bubble in bubbles)
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_programs_import_what_odc_has(page: str) -> None:
+    """Names that a page imports from odc are there; integrations need their libraries, and have tests of their own."""
+    for program in programs(page):
+        for node in ast.walk(ast.parse(program)):
+            if isinstance(node, ast.ImportFrom) and node.module and re.match(r"odc\b(?!\.integrations)", node.module):
+                found = importlib.import_module(node.module)
+                for one in node.names:
+                    if not hasattr(found, one.name):
+                        importlib.import_module(f"{node.module}.{one.name}")

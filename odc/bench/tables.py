@@ -14,6 +14,7 @@ from typing import Any
 from odc.bench.heaps import COPY_ENGINE, TORCH_KERNEL, TRITON_KERNEL
 from odc.bench.report import cell, table
 from odc.errors import ConfigError
+from odc.provenance import other_work
 from odc.settings import Settings
 
 SCHEMA = "odc-bench-1"
@@ -75,7 +76,7 @@ def show(result: dict[str, Any]) -> str:
     if any(row["device_seconds"] for row in result["rows"]):
         legend += " Where there are device ms, GB/s and ratios are of them."
     rows = table([line_of(row) for row in result["rows"]])
-    sections = [where, rows, legend, crossovers(result["rows"]), "\n".join(notes)]
+    sections = [where, rows, legend, other_work(result), crossovers(result["rows"]), "\n".join(notes)]
     return "\n\n".join(section for section in sections if section)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +43,8 @@ def bench(
     writes it as JSON with machine and versions. Exit code 1: something could
     not be measured, and the last lines say why.
     """
+    if compare is None:  # before torch is loaded
+        print(f"odc bench: takes {'a minute' if quick else 'minutes'} on a quiet machine", file=sys.stderr, flush=True)
     from odc.bench import suite, tables
 
     if compare is not None:

@@ -115,16 +115,21 @@ def _print_extras(console: Any, findings: list[Any]) -> None:
         one for one in findings if one.state == "broken" or (one.state == "ok" and not one.what.startswith("extra "))
     ]
     console.print(Text.assemble(("Integrations and other extras", "bold"), " (--need NAME)"))
+
+    def wrapped(state: str, text: str) -> None:
+        """A mark, and text under it in as many lines as it takes."""
+        table = Table.grid(padding=(0, 1, 0, 0))
+        table.add_row(_mark(state), Text(text))
+        console.print(table)
+
     for state in ("ok", "absent"):
         names = [one.what.removeprefix("extra ") for one in findings if one.state == state and one not in whole]
-        if names:  # under each other, in as many lines as it takes
-            table = Table.grid(padding=(0, 1, 0, 0))
-            table.add_row(_mark(state), ", ".join(names))
-            console.print(table)
-    for one in whole:
-        console.print(_line(one.state, f"{one.what}: {one.found}"), **_CUT)
+        if names:
+            wrapped(state, ", ".join(names))
     if any(one.state == "absent" for one in findings):
         console.print(Padding(install("NAME"), (0, 0, 0, 10)))
+    for one in whole:
+        wrapped(one.state, f"{one.what}: {one.found}")
 
 
 def _print_ledger(models: list[str], ranks: int, hosts: int) -> None:

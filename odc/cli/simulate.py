@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from odc.cli.files import require_writable, writing
 from odc.cli.options import options_from
+from odc.compiled import numba
 from odc.errors import ConfigError
 from odc.simulate.scenario import Scenario, scenario_from_yaml
 
@@ -60,6 +61,8 @@ def simulate(
     began = time.monotonic()
     axes = list(AXES) if sweeps == "all" else [axis.strip() for axis in sweeps.split(",")] if sweeps else []
     values = {axis: usual_values(scenario, axis) for axis in axes}
+    compiles = "; the first run compiles for half a minute" if numba() else ""
+    _say(f"{len(scenario.arms)} arms on the same minibatches{compiles}")
     done = study(scenario)
     Console().print(study_table(done))
     swept = {axis: sweep(scenario, axis, values[axis], _say) for axis in axes}

@@ -153,8 +153,8 @@ def model_of(config: Mapping[str, Any]) -> nn.Module:
 
 
 def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: int) -> Table:
-    """A rich table in GB of 1e9 bytes a GPU, with a column for each of `configs` by name: fp32 parameters,
-    bf16 compute, AdamW. Raises OdcError and ConfigError as `model_of` and `memory_ledger`.
+    """A rich table in GB of 1e9 bytes a GPU (MB, if all models are small), with a column for each of `configs` by name:
+    fp32 parameters, bf16 compute, AdamW. Raises OdcError and ConfigError as `model_of` and `memory_ledger`.
     """
     from rich import box
     from rich.table import Table
@@ -166,19 +166,21 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
         for in_place, found in ledgers.items():
             settings = Settings(gradient_views=in_place)
             found.append(memory_ledger(model, blocks, ranks=ranks, hosts=hosts, settings=settings))
-    table = Table(f"GB a GPU, {ranks} ranks on " + ("one host" if hosts == 1 else f"{hosts} hosts"), box=box.SIMPLE)
+    plain, views = ledgers[False], ledgers[True]
+    unit, size = ("GB", 1e9) if max(sum(one.fsdp2.values()) for one in plain) >= 1e8 else ("MB", 1e6)
+    where = "one host" if hosts == 1 else f"{hosts} hosts"
+    table = Table(f"{unit} a GPU, {ranks} ranks on {where}", box=box.SIMPLE)
     for name in configs:
         table.add_column(name, justify="right")
 
     def row(name: str, numbers: Iterable[float]) -> None:
         table.add_row(name, *(f"{number:.2f}" for number in numbers))
 
-    plain, views = ledgers[False], ledgers[True]
-    row("FSDP2", [sum(one.fsdp2.values()) / 1e9 for one in plain])
+    row("FSDP2", [sum(one.fsdp2.values()) / size for one in plain])
     for part in plain[0].heap:
-        row(part, [one.heap[part] / 1e9 for one in plain])
-    row("odc adds", [one.added / 1e9 for one in plain])
+        row(part, [one.heap[part] / size for one in plain])
+    row("odc adds", [one.added / size for one in plain])
     row("share of FSDP2", [one.share for one in plain])
-    row("with gradient_views", [one.added / 1e9 for one in views])
+    row("with gradient_views", [one.added / size for one in views])
     row("share of FSDP2", [one.share for one in views])
     return table

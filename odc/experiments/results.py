@@ -68,7 +68,8 @@ class JobResult(Generic[R]):
     def summary(self) -> str:
         """One line for the end of a job."""
         if not self.steps:
-            return f"all {len(self.skipped)} steps were skipped" if self.skipped else "no step was left to do"
+            done = "no step was left to do: --steps counts those before the checkpoint, too"
+            return f"all {len(self.skipped)} steps were skipped" if self.skipped else done
         last = self.steps[-1]
         timed = self.steps[1:] or self.steps
         seconds = statistics.median(step.step_s for step in timed)

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from odc.errors import OdcError, install
+from odc.provenance import other_work
 from odc.trace import CATEGORIES
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _MIB = float(1 << 20)
-_BUSY = 0.5  # load a core from which a measurement is not to be trusted
 _LABELS, _CELL = 20, 10  # characters of the first column, and of a usual cell
 _ROOMY = 4  # arms up to which there is room for margins
 
@@ -136,15 +136,9 @@ def _slowed(job: dict[str, Any]) -> str:
 def medians_over(figures: dict[str, Any]) -> str:
     """What the figures are medians of, as a caption begins, and whether the machine had other work."""
     counted = figures["job"]["steps"] - figures["skipped_steps"]
+    busy = other_work(figures)
     repeats = f", each the median of {figures['repeats']} runs" if figures["repeats"] > 1 else ""
-    return f"Medians over {counted} steps{repeats}.{_busy(figures)}"
-
-
-def _busy(figures: Mapping[str, Any]) -> str:
-    load, cores = figures.get("load_1min", {"begin": 0.0})["begin"], figures.get("machine", {}).get("cores", 1)
-    if load < cores * _BUSY:
-        return ""
-    return f" The machine was busy: its load was {load:.1f}, on {cores} cores, before the first arm ran."
+    return f"Medians over {counted} step{'s'[: counted != 1]}{repeats}.{f' {busy}' if busy else ''}"
 
 
 def _caption(figures: dict[str, Any]) -> str:

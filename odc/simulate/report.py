@@ -19,6 +19,7 @@ def study_table(study: Study) -> Table:
     Raises OdcError without rich.
     """
     try:
+        from rich import box
         from rich.table import Table
     except ImportError as error:
         raise OdcError(f"printing a table needs rich: {install('cli')}") from error
@@ -29,6 +30,10 @@ def study_table(study: Study) -> Table:
         caption=f"means of {scenario.minibatches} minibatches, speed-ups over {study.arms[0].arm}; whole samples\n"
         f"take at least {study.bound_s:.3g} s; bubble = waiting for ranks + for transfers;\n"
         "mb: microbatches of whole samples a rank",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 0, 0, 1),  # all columns fit into 80
     )
     table.add_column("arm", no_wrap=True)
     crosses = scenario.cluster().nodes > 1
@@ -38,13 +43,18 @@ def study_table(study: Study) -> Table:
         shares = (f"{share:.1%}" for share in (row.bubble, row.waiting, row.transfer))
         table.add_row(
             row.arm,
-            f"{row.step_s:.3g}",
+            _figure(row.step_s),
             f"{row.speedup:.3f}",
             *shares,
             f"{row.microbatches:.1f}",
-            *[f"{row.node_bytes / 1e9:.3g}"] * crosses,
+            *[_figure(row.node_bytes / 1e9)] * crosses,
         )
     return table
+
+
+def _figure(value: float) -> str:
+    """Three digits, and all those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 #: Blues and greens for on-demand arms, warm colours for collectives, dashes for published planners.

@@ -188,6 +188,7 @@ class Mark:
                 recorder.epoch = self._number
             else:
                 recorder.microbatch_index = self._number
+        if depth == 0 or kind == WINDOW:  # a window that outlasts the one around it is recorded from its own start on
             self._start = recorder.now()
 
     def __exit__(self, *_: object) -> None:

@@ -72,6 +72,8 @@ def test_there_is_none_without_a_device() -> None:
 def test_what_was_left_out_and_what_failed_end_the_text() -> None:
     result = {"machine": {"cores": 2}, "versions": {}, "rows": [], "left_out": ["put"], "failed": ["get: OSError"]}
     assert show(result).splitlines()[-2:] == ["left out: put", "FAILED: get: OSError"]
+    busy = {**result, "machine": {"cores": 2}, "load_1min": {"begin": 5.0, "end": 0.0}}
+    assert "busy" not in show(result) and "The machine was busy: its load was 5.0, on 2 cores" in show(busy)
 
 
 def on_cpu(what: str, took: float, baseline: float, size: int | None = 1 << 20) -> dict[str, Any]:

@@ -65,6 +65,17 @@ def test_an_extra_that_does_not_fit_is_shown_with_the_reason(
     assert "ok      verl plugin: verl 0.9.1: strategy odc" in capfd.readouterr().out
 
 
+def test_how_to_install_an_extra_stands_below_those_that_are_absent(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    plugin = Finding("verl plugin", State.OK, "strategy odc for " + "models [of many kinds] " * 4, "verl")
+    assert call(monkeypatch, [WELL, Finding("extra trl", State.ABSENT, "not installed", "trl", "do"), plugin]) == 0
+    printed = " ".join(capfd.readouterr().out.split())
+    assert re.search(r"absent trl pip install .* ok verl plugin: strategy odc", printed), printed
+    assert printed.count("models [of many kinds]") == 4, "whole, in as many lines as it takes"
+
+
 def test_what_is_needed_does(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     assert call(monkeypatch, [WELL, NO_MEMORY]) == 1
     printed = capfd.readouterr().out.splitlines()

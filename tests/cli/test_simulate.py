@@ -28,6 +28,14 @@ def test_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert figures["command"][0] == "odc"
 
 
+def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """With every arm, several nodes, and figures of four digits."""
+    assert simulate("--minibatches", "1", "--ranks", "16", "--model", "qwen2.5-14b", "--lengths", "swe-smith") == 0
+    shown = capsys.readouterr()
+    assert "…" not in shown.out and "e+0" not in shown.out and max(map(len, shown.out.splitlines())) <= 80
+    assert "10 arms on the same minibatches" in shown.err
+
+
 def test_hosts_with_links_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arms = ("--arms", "fsdp2,odc", "--ranks", "4", "--ranks-per-node", "2", "--json", str(tmp_path / "a.json"))
     assert simulate(*_SMALL, *arms, "--link-gbit", "10", "--link-ms", "0.5", "--node-cache") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from pathlib import Path
 from typing import Any, cast
@@ -154,3 +155,11 @@ def test_the_page_has_the_table_that_the_command_prints(ranks: int, hosts: int) 
     console.Console(file=printed, width=80).print(ledger_table({name: MODELS[name] for name in models}, ranks, hosts))
     table = textwrap.dedent("\n".join(line.rstrip() for line in printed.getvalue().splitlines() if line.strip()))
     assert table in (Path(__file__).parents[2] / "docs" / "gpu.md").read_text(encoding="utf-8"), table
+
+
+def test_a_small_model_is_shown_in_megabytes() -> None:
+    pytest.importorskip("transformers")
+    console, printed = pytest.importorskip("rich.console"), io.StringIO()
+    console.Console(file=printed, width=80).print(ledger_table({"tiny": TINY}, 4, 1))
+    assert "MB a GPU, 4 ranks on one host" in printed.getvalue()
+    assert re.search(r"odc adds +0\.\d*[1-9]|odc adds +[1-9]", printed.getvalue()), printed.getvalue()

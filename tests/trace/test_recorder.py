@@ -64,6 +64,19 @@ def test_marks_inside_marks_do_nothing():
         assert mine.epoch == 2
 
 
+def test_of_windows_that_overlap_the_one_that_ends_last_is_recorded_from_its_own_start():
+    """A forward before a step, such as the check of `odc.split`, has opened the minibatch that the step ends."""
+    mine = Recorder()
+    earlier, step = mine.window(1), mine.window(1)
+    earlier.__enter__()
+    began = mine.now()
+    step.__enter__()
+    earlier.__exit__(None, None, None)
+    step.__exit__(None, None, None)
+    (window,) = mine.spans()
+    assert window.category == WINDOW and began <= window.start_ns <= window.end_ns
+
+
 def test_a_cancelled_mark_leaves_no_span():
     mine = Recorder()
     for mark in (mine.window(3), mine.microbatch(1)):
