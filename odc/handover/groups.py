@@ -56,6 +56,8 @@ def read_groups(
 
 
 def _read(reader: Reader, into: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    if reader.device.type == "cuda":
+        torch.cuda.set_device(reader.device)  # this thread's; or torch would create a context on device 0
     found, tensors = reader.read(into, at_least=version)
     if found != version:
         raise StaleVersionError(f"version {found} was published while version {version} was read in groups")
