@@ -38,10 +38,9 @@ class PublishedParameter:
 
     `names` are those in the model's state dict (several if it is tied); `shape` is that of the whole parameter; `dtype`
     is the compute dtype, without "torch."; `shard_numel` counts the elements of one rank's shard, padded to be equal on
-    all ranks; `offset` is in bytes from the start of the heap's data to the shard in the first buffer, the same on every
-    rank, and
-    `buffer_bytes` from there to the same shard in the second buffer, if there is one; `unit` numbers the module with
-    which it is published.
+    all ranks; `offset` is in bytes from the start of the heap's data to the shard in the first buffer, the same on
+    every rank, and `buffer_bytes` from there to the same shard in the second buffer, if there is one; `unit` numbers
+    the module with which it is published.
     """
 
     names: tuple[str, ...]

@@ -51,12 +51,14 @@ class Reader:
     to wait for a rank that makes no progress; `tries` is how many copies the job may overtake before `read` gives up.
     Where the job packs what changes (docs/changes.md), a reader keeps a copy of the shards on other hosts, in compute
     dtype, and from then on reads only what has changed of them; `changes=False` keeps nothing and reads all each time.
-    `device` is the GPU that maps weights on GPUs of this host, by default the current one; with "cpu", and in a process
-    without CUDA, they are read over the network, from ranks that listen there. `device` is then "cpu", as it is where
-    no weights are mapped on a GPU. `overtaken` counts copies discarded so far; `left_out` names what the state dict holds and the job does not export
-    (buffers, and parameters not sharded). Raises PeerLostError if a rank of the job is gone, WaitTimeoutError if a
-    rank's server does not answer, LayoutMismatchError if the handle belongs to another run, UnsupportedError if a rank
-    that is to be read over the network does not listen there, or its GPU's memory cannot be mapped.
+    `device` is the GPU that maps weights on GPUs of this host, by default the current one. With "cpu", and in a process
+    without CUDA, they are read over the network, from ranks that listen there.
+
+    `reader.device` is that GPU, or the CPU if no GPU maps anything; `overtaken` counts copies discarded so far;
+    `left_out` names what the state dict holds and the job does not export (buffers, and parameters not sharded). Raises
+    PeerLostError if a rank of the job is gone, WaitTimeoutError if a rank's server does not answer, LayoutMismatchError
+    if the handle belongs to another run, UnsupportedError if a rank that is to be read over the network does not listen
+    there, or the GPU cannot map a rank's memory.
     """
 
     def __init__(
@@ -300,12 +302,10 @@ def _gpu(asked: torch.device | str | int | None) -> torch.device:
 def _unreachable(owner: ShardOwner, here: str) -> str:
     """Why a rank that does not listen cannot be read."""
     if owner.host == here:
-        where = "has its weights on a GPU, which this process does not map (it has no CUDA, or device='cpu')"
+        where = "has its weights on a GPU, which this process does not map but would read over the network"
     else:
-        where = (
-            "is on another host, or in a container that does not share network and PID namespace with this process"
-        )
-    return f"reader: rank {owner.rank} {where}, and does not listen on the network; set Settings(address=...) in its job"
+        where = "is on another host, or in a container that does not share network and PID namespace with this process"
+    return f"reader: rank {owner.rank} {where}, and does not listen there; set Settings(address=...) in its job"
 
 
 def _tensor_over(name: str, given: Any) -> torch.Tensor:
