@@ -65,9 +65,6 @@ def read_groups(
 
 
 def _read(reader: Reader, into: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    for device in {reader.device, *(tensor.device for tensor in into.values())}:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # this thread's; or torch would create a context on device 0
     found, tensors = reader.read(into, at_least=version)
     if found != version:
         raise StaleVersionError(f"version {found} was published while version {version} was read in groups")
