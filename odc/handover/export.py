@@ -26,18 +26,20 @@ def weight_handle(model: Any) -> str:
     not a collective. It waits until every rank that owns a shard has run the model once or entered `minibatch()`, so do
     not call it where the other ranks wait for this one. The text is a password for the weights: keep it private.
 
-    Raises UnsupportedError if a parameter is sharded by tensor parallelism as well, or lies on a GPU; WaitTimeoutError
-    or PeerLostError if a rank did not start.
+    Raises UnsupportedError if a parameter is sharded by tensor parallelism as well, or lies in NVSHMEM's memory;
+    WaitTimeoutError or PeerLostError if a rank did not start.
     """
     from odc.fsdp import root_of  # not needed by readers, and slow to load
 
     root = root_of(model)
     root_layout, grid = root.layout, root.grid
-    if root_layout.heap.device.type != "cpu":
-        raise UnsupportedError(f"rank {grid.rank}: weights on {root_layout.heap.device} are not exported yet")
+    if not root_layout.exports:
+        raise UnsupportedError(
+            f"rank {grid.rank}: weights in NVSHMEM's memory cannot be exported, which maps it for its own ranks alone; "
+            "leave out Settings(memory='nvshmem')"
+        )
     names = _state_names(model, root)
-    heap = root_layout.heap
-    owners, network = [], root.member.network
+    heap, owners, network = root_layout.heap, [], root.member.network
     for member in range(grid.shards):  # the first replica; under hybrid sharding all publish the same
         announced = root.member.rendezvous.announced(member)
         rank = grid.ranks[member]
@@ -46,20 +48,22 @@ def weight_handle(model: Any) -> str:
             ShardOwner(rank, announced["address"], reading_token(announced["token"]), announced["host"], listener)
         )
     parameters = tuple(_parameters(root, root_layout, names))
+    parts, (words, board) = heap.parts(), heap.place("board")
     exported = {name for parameter in parameters for name in parameter.names}
     return WeightHandle(
         root=root.identity,
         owners=tuple(owners),
         parameters=parameters,
-        board=heap.layout.offset("board"),
-        reason=heap.layout.offset("reason"),
+        board=board,
+        reason=heap.place("reason")[1],
         buffers=root_layout.buffers,
-        nbytes=heap.nbytes,
+        nbytes=parts[words].numel(),
+        device_bytes=parts[""].numel() if words else 0,
         digest=heap.digest,
         left_out=tuple(name for name in model.state_dict() if name not in exported),
         secret="" if network is None else network.export_secret(root.identity).hex(),
         units=published_units(root_layout),
-        versions=heap.layout.offset("versions") if root_layout.says_changes else 0,
+        versions=heap.layout.offset("versions") if root_layout.exports_changes else 0,
     ).to_json()
 
 
@@ -110,8 +114,8 @@ def _parameters(root: Root, layout: HeapLayout, names: dict[int, list[str]]) -> 
 
 
 def published_units(layout: HeapLayout) -> tuple[PublishedUnit, ...]:
-    """The units, where the ranks pack what has changed of them; else none."""
-    if not layout.says_changes:
+    """The units, where readers may read what has changed of them; else none."""
+    if not layout.exports_changes:
         return ()
     place = layout.heap.layout.offset
     return tuple(

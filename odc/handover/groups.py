@@ -16,13 +16,19 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def read_groups(
-    reader: Reader, nbytes: int, version: int, names: Collection[str] | None = None
+    reader: Reader,
+    nbytes: int,
+    version: int,
+    names: Collection[str] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield all parameters of exactly this version, or those of `names`: {name: whole CPU tensor in compute dtype}.
+    """Yield all parameters of exactly this version, or those of `names`: {name: whole tensor in compute dtype}, on
+    `device`, which has an index if it is a GPU.
 
     A group has at most `nbytes` bytes, or one larger parameter. While the caller uses a group the next is read, on a
-    thread, into other memory: tensors are good until the caller asks for the next group. Waits as `Reader.read` does;
-    nothing else may use the reader meanwhile.
+    thread, into other memory: tensors are good until the caller asks for the next group, and on a GPU for what its
+    current stream has been asked for until then. Waits as `Reader.read` does; nothing else may use the reader
+    meanwhile.
 
     Raises StaleVersionError if a newer version was published meanwhile (what was yielded before is of the older one);
     ValueError if `names` has one that is not exported; else as `Reader.read`.
@@ -33,11 +39,14 @@ def read_groups(
             raise ValueError(f"not exported: {', '.join(unknown)}")
         shapes = {name: one for name, one in shapes.items() if name in names}
     groups = _groups_of(shapes, nbytes)
-    rooms = [torch.empty(max(map(_bytes_of, groups), default=0), dtype=torch.uint8) for _ in groups[:2]]
+    most, device = max(map(_bytes_of, groups), default=0), torch.device(device)
+    rooms = [torch.empty(most, dtype=torch.uint8, device=device) for _ in groups[:2]]
     worker = Worker("odc-reader")
 
     def begin(number: int) -> Job[dict[str, torch.Tensor]]:
         into = _laid_out(groups[number], rooms[number % 2])
+        if device.type == "cuda":  # the room's last tensors, or what its memory was used for before, may be in use
+            torch.cuda.current_stream(device).synchronize()
         job = Job(lambda: _read(reader, into, version))
         worker.submit(job)
         return job

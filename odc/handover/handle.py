@@ -14,7 +14,7 @@ import torch
 
 from odc.errors import OdcError
 
-SCHEMA = "odc-weight-handle-3"
+SCHEMA = "odc-weight-handle-4"
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class PublishedParameter:
 
     `names` are those in the model's state dict (several if it is tied); `shape` is that of the whole parameter; `dtype`
     is the compute dtype, without "torch."; `shard_numel` counts the elements of one rank's shard, padded to be equal on
-    all ranks; `offset` is in bytes from the heap's start to the shard in the first buffer, the same on every rank, and
-    `buffer_bytes` from there to the same shard in the second buffer, if there is one; `unit` numbers the module with
-    which it is published.
+    all ranks; `offset` is in bytes from the start of the heap's data to the shard in the first buffer, the same on
+    every rank, and `buffer_bytes` from there to the same shard in the second buffer, if there is one; `unit` numbers
+    the module with which it is published.
     """
 
     names: tuple[str, ...]
@@ -84,9 +84,10 @@ class WeightHandle:
     """Everything that a reader has to know.
 
     `root` is the identity of the root's heaps; owners stand in the order of shards, parameters in that of the heap;
-    `board` and `reason` are offsets in the heap of the status board and of the reason why a job was aborted;
-    `buffers` is the number of versions that are kept, 1 or 2; `nbytes` and `digest`, the size of the heap and the hash
-    of its layout, differ in another run; `left_out` names what the state dict holds and no rank publishes: buffers, and
+    `board` and `reason` are offsets in the heap's words of the status board and of the reason why a job was aborted;
+    `buffers` is the number of versions that are kept, 1 or 2; `nbytes` and `digest`, the size of the memory file of the
+    words and the hash of the heap's layout, differ in another run; `device_bytes` of data lie on a GPU, 0 where they
+    lie in that file, too; `left_out` names what the state dict holds and no rank publishes: buffers, and
     parameters that are not sharded; `secret`, in hex, admits to the listeners and is "" if there are none;
     `units` are in the order of their numbers, and the words of their versions at `versions`, where the job packs what
     has changed; else there are none.
@@ -104,6 +105,7 @@ class WeightHandle:
     secret: str = ""
     units: tuple[PublishedUnit, ...] = ()
     versions: int = 0
+    device_bytes: int = 0
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)})

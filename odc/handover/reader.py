@@ -2,8 +2,9 @@
 
 A sequence lock keeps job and reader independent. A rank notes which version it begins to publish, copies its shards,
 and notes that the version is there. A reader copies, and discards its copy if a rank has begun to overwrite it. So
-training never waits for a reader. The reader maps the memory of ranks of its host read-only, and reads that of others
-over the network; there it reads only what has changed since it read last, where the job packs that.
+training never waits for a reader. The reader maps the memory of ranks of its host read-only, on a GPU where it lies on
+one, and reads that of others over the network; there it reads only what has changed since it read last, where the job
+packs that.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from odc.runtime import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
 
 _POLL_S, _LONGEST_POLL_S = 1e-3, 20e-3  # the latter where a look is a request to another host
 _LOOK_BYTES = 16 << 20  # copied between two looks at whether the copy is still worth finishing
+_CPU = torch.device("cpu")
 
 
 class Weights(NamedTuple):
@@ -49,13 +51,25 @@ class Reader:
     to wait for a rank that makes no progress; `tries` is how many copies the job may overtake before `read` gives up.
     Where the job packs what changes (docs/changes.md), a reader keeps a copy of the shards on other hosts, in compute
     dtype, and from then on reads only what has changed of them; `changes=False` keeps nothing and reads all each time.
-    `overtaken` counts copies discarded so far; `left_out` names what the state dict holds and the job does not export
-    (buffers, and parameters not sharded). Raises PeerLostError if a rank of the job is gone, WaitTimeoutError if a
-    rank's server does not answer, LayoutMismatchError if the handle belongs to another run, UnsupportedError if a rank
-    on another host does not listen there.
+    `device` is the GPU that maps weights on GPUs of this host, by default the current one. With "cpu", and in a process
+    without CUDA, they are read over the network, from ranks that listen there.
+
+    `reader.device` is that GPU, or the CPU if no GPU maps anything; `overtaken` counts copies discarded so far;
+    `left_out` names what the state dict holds and the job does not export (buffers, and parameters not sharded). Raises
+    PeerLostError if a rank of the job is gone, WaitTimeoutError if a rank's server does not answer, LayoutMismatchError
+    if the handle belongs to another run, UnsupportedError if a rank that is to be read over the network does not listen
+    there, or the GPU cannot map a rank's memory.
     """
 
-    def __init__(self, handle: str, *, timeout_s: float = 60.0, tries: int = 8, changes: bool = True) -> None:
+    def __init__(
+        self,
+        handle: str,
+        *,
+        timeout_s: float = 60.0,
+        tries: int = 8,
+        changes: bool = True,
+        device: torch.device | str | int | None = None,
+    ) -> None:
         if tries < 1 or not timeout_s > 0:
             raise ValueError(f"tries must be 1 or more and timeout_s above 0, not {tries!r} and {timeout_s!r}")
         self._handle, self._timeout_s, self._tries = WeightHandle.from_json(handle), timeout_s, tries
@@ -65,21 +79,23 @@ class Reader:
         self._kept: list[KeptMember] = []  # those of `_sources` of which a copy is kept
         self._keeps = changes and bool(self._handle.units)
         self._engine: WeightEngine | None = None
+        self.device = _CPU
         try:
-            self._attach(host_identity())
+            self._attach(host_identity(), device)
         except BaseException:
             self.close()
             raise
 
-    def _attach(self, here: str) -> None:
+    def _attach(self, here: str, device: torch.device | str | int | None) -> None:
         handle = self._handle
-        distant = [owner for owner in handle.owners if owner.host != here]
+        near = [owner for owner in handle.owners if owner.host == here]
+        if near and handle.device_bytes:
+            self.device = _gpu(device)
+            near = near if self.device.type == "cuda" else []
+        distant = [owner for owner in handle.owners if owner not in near]
         for owner in distant:
             if owner.listener is None:
-                raise UnsupportedError(
-                    f"reader: rank {owner.rank} is on another host, or in a container that does not share network and "
-                    "PID namespace with this process, and does not listen there; set Settings(address=...) in its job"
-                )
+                raise UnsupportedError(_unreachable(owner, here))
         if distant:
             listeners = {owner.rank: owner.listener for owner in distant if owner.listener is not None}
             self._engine = WeightEngine(handle.root, bytes.fromhex(handle.secret), listeners, self._timeout_s)
@@ -105,6 +121,8 @@ class Reader:
             board=handle.board,
             reason=handle.reason,
             timeout_s=self._timeout_s,
+            device_bytes=handle.device_bytes,
+            device=self.device,
         )
 
     @property
@@ -130,7 +148,8 @@ class Reader:
             into: tensors to fill, by name, of the right shapes, or writable arrays of any library that has DLPack
                 (NumPy, CuPy); only these are read, and converted to their dtype and device. After an error they hold a
                 mixture. What is returned are tensors of the same memory. None makes new CPU tensors in the published
-                (compute) dtype, of which tied names share one, unless their slices differ.
+                (compute) dtype, of which tied names share one, unless their slices differ. Work on a GPU is done in
+                this thread's current stream, which is waited for.
             at_least: the oldest acceptable version; waits until every rank has published it.
             slices: for a receiver under tensor parallelism, (dim, start, stop) by name: of this parameter only the
                 elements whose index along `dim` is in [start, stop), for which `into` has a tensor of their shape. If
@@ -238,12 +257,12 @@ class Reader:
         """Assemble the parts of the ranks' shards in each of the tensors."""
         parameter, (first, *others) = one.parameter, one.tensors.values()
         dtype, place = parameter.torch_dtype, parameter.place(version, self._handle.buffers)
-        direct = first.device.type == "cpu" and first.dtype == dtype and first.is_contiguous()
-        whole = first.detach() if direct else torch.empty(one.shape, dtype=dtype)
+        direct = first.device in (self.device, _CPU) and first.dtype == dtype and first.is_contiguous()
+        whole = first.detach() if direct else torch.empty(one.shape, dtype=dtype, device=self.device)
         for part in one.parts:
             room = whole.narrow(parameter.shard_dim, part.at, part.length)
             straight = part.taken is None and room.is_contiguous()
-            read = room if straight else torch.empty(part.shape, dtype=dtype)
+            read = room if straight else torch.empty(part.shape, dtype=dtype, device=self.device)
             # A dimension of one element may have any stride, which no view as bytes takes.
             flat = read.as_strided((read.numel(),), (1,))
             self._sources[part.shard].copy(place + part.first, flat.view(torch.uint8))
@@ -270,6 +289,23 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _gpu(asked: torch.device | str | int | None) -> torch.device:
+    """The device that is to map GPUs' memory; the CPU if none is."""
+    if not torch.cuda.is_available():
+        return _CPU
+    found = torch.device("cuda" if asked is None else asked)
+    return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
+
+
+def _unreachable(owner: ShardOwner, here: str) -> str:
+    """Why a rank that does not listen cannot be read."""
+    if owner.host == here:
+        where = "has its weights on a GPU, which this process does not map but would read over the network"
+    else:
+        where = "is on another host, or in a container that does not share network and PID namespace with this process"
+    return f"reader: rank {owner.rank} {where}, and does not listen there; set Settings(address=...) in its job"
 
 
 def _tensor_over(name: str, given: Any) -> torch.Tensor:

@@ -50,11 +50,9 @@ def _refuse_other_backend(client: Any, device: Any = None) -> None:
 
 
 def serve_from_shards(trainer: Any) -> None:
-    """Let the server of a Trainer whose model is sharded read its weights. ConfigError if they are not exported."""
+    """Let the server of a Trainer whose model is sharded read its weights. ConfigError for adapters."""
     if hasattr(trainer.model, "peft_config"):
         raise ConfigError("odc cannot apply use_vllm=True with an adapter: ranks publish it unmerged; leave it out")
-    if trainer.accelerator.device.type != "cpu":
-        raise ConfigError("odc cannot apply use_vllm=True on GPUs: weights there are not exported yet; leave it out")
     trainer.vllm_generation.sync_weights = ServerWeights(trainer.model, trainer.vllm_generation)
 
 

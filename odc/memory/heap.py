@@ -103,8 +103,8 @@ class SymmetricHeap(Protocol):
 
     `identity` names the heap, the same on every rank; `me` is this rank's member index; `nbytes` is the size of this
     rank's memory, 0 before `seal`; `digest` is a hash of the layout, in hex; `fd` is the descriptor to hand to peers,
-    with `other_fds` beside it, and `read_only_fd` that for readers outside the job, where the backend has them; data
-    regions lie on `device`, whose work `lanes` orders.
+    and `read_only_fd` that for readers outside the job, each with `other_fds` beside it, where the backend has them;
+    data regions lie on `device`, whose work `lanes` orders.
     """
 
     identity: str

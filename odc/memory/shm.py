@@ -71,7 +71,7 @@ class ShmHeap(NamedHeap):
         self._connect, self._deadline_s, self._probe = connect, deadline_s, probe
         self._requests: dict[str, Request] = {}
         self._fd = self._read_only = -1
-        #: Descriptors that peers get beside `fd`, of memory elsewhere. The heap owns them; set before `seal`.
+        #: Descriptors of memory elsewhere, which peers and readers get as well. The heap owns them; set before `seal`.
         self.other_fds: tuple[int, ...] = ()
         self._peers_other_fds: dict[int, tuple[int, ...]] = {}
         self._closed = False

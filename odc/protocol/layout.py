@@ -213,14 +213,25 @@ class HeapLayout(Regions):
         return mine.data_ptr() <= memory.data_ptr() < mine.data_ptr() + mine.numel()
 
     @property
+    def exports(self) -> bool:
+        """Whether processes outside the job can read the published shards: not those in NVSHMEM's memory."""
+        return not self._on_device or self.settings.memory == "driver"
+
+    @property
+    def exports_changes(self) -> bool:
+        """Whether they can read what has changed of the shards, too: not on a device, where the words of that lie
+        apart from it.
+        """
+        return self.says_changes and not self._on_device
+
+    @property
     def readable_range(self) -> range:
-        """Bytes of the heap that hold what readers outside the job may read: the published shards of all units, what
-        has changed of them and the words of that, where there are any; on a device the shards alone.
+        """Bytes of the heap, on its device, that hold what readers outside the job may read: the published shards of
+        all units, and with `exports_changes` what has changed of them and the words of that.
         """
         if not self.units:
             return range(0)
-        changed = self.says_changes and not self._on_device
-        place, last = self.heap.layout, "versions" if changed else f"published/{len(self.units) - 1}"
+        place, last = self.heap.layout, "versions" if self.exports_changes else f"published/{len(self.units) - 1}"
         return range(place.offset("published/0"), place.offset(last) + place.size(last))
 
     def close(self) -> None:

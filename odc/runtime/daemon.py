@@ -232,8 +232,9 @@ class Daemon:
         if "error" in reply:
             return reply, ()
         heap = service.layout.heap
-        # Peers write to each other's heaps: pushes, and ABORT on every board. Readers outside the job must not.
-        return reply, (heap.read_only_fd,) if reading else (heap.fd, self.doorbell, *heap.other_fds)
+        # Peers write to each other's heaps: pushes, and ABORT on every board. Readers outside the job must not; of a
+        # device's memory there is no descriptor without that right, so they map it without.
+        return reply, (heap.read_only_fd, *heap.other_fds) if reading else (heap.fd, self.doorbell, *heap.other_fds)
 
 
 _daemon: Daemon | None = None

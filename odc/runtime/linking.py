@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from odc.errors import OdcError, PeerLostError, culprit_of
 from odc.hosts.links import Links
-from odc.memory import ShmHeap
 from odc.net.announced import await_host, host_identity, refuse_failure
 from odc.net.handshake import export_purpose
 from odc.net.host_link import HostLink
@@ -167,9 +166,9 @@ def board_name(identity: str) -> str:
 class ExposedHeap:
     """This rank's heap of one root, exposed under the root's identity until `close`.
 
-    `answers` are functions by the name under which they answer members of other hosts. Weights in CPU memory are also
-    exposed to readers outside the job, which are admitted by a secret of the root's own. They may read the bytes of
-    `HeapLayout.readable_range` and receive `READER_WORDS`; every other byte of the heap is refused.
+    `answers` are functions by the name under which they answer members of other hosts. Weights are also exposed to
+    readers outside the job (`HeapLayout.exports`), which are admitted by a secret of the root's own. They may read the
+    bytes of `HeapLayout.readable_range` and receive `READER_WORDS`; every other byte of the heap is refused.
     """
 
     def __init__(
@@ -182,7 +181,7 @@ class ExposedHeap:
             network.engine.expose(identity + part, memory)
         for name, function in answers.items():
             network.engine.answer(name, function)
-        if layout.units and isinstance(layout.heap, ShmHeap):
+        if layout.units and layout.exports:
             self._names.append(board_name(identity))
             network.engine.answer(board_name(identity), functools.partial(_board, layout))
             network.expect(export_purpose(identity), self._accepted)

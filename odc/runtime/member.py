@@ -14,7 +14,7 @@ from odc.hosts.cache import NodeCache
 from odc.hosts.heaps import RemoteHeaps, queue_answers
 from odc.hosts.links import Links, Summed
 from odc.hosts.sums import EarlySums, NodeSums
-from odc.memory import ShmHeap, SymmetricHeap
+from odc.memory import SymmetricHeap
 from odc.net.engines import Engine
 from odc.net.host_link import HostLink
 from odc.protocol.device import DeviceRoute
@@ -150,7 +150,7 @@ class Member(Endpoint):
         self.rendezvous = rendezvous = Rendezvous(store, identity, grid, settings.timeout_s, events)
         layout = HeapLayout(open_heap(rendezvous), grid, units, settings, fingerprint)
         self._daemon = server = daemon(grid.rank)
-        listens = bool(grid.remote) or (settings.address != "" and isinstance(layout.heap, ShmHeap))
+        listens = bool(grid.remote) or (settings.address != "" and layout.exports)
         self.network = network = server.network(store, settings) if listens else None
 
         def notify(member: int) -> None:

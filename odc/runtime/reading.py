@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from odc.errors import LayoutMismatchError, PeerLostError, aborted_by
-from odc.memory import ProcessHandle, Words
+from odc.errors import LayoutMismatchError, PeerLostError, UnsupportedError, aborted_by
+from odc.memory import ProcessHandle, Words, driver_memory
+from odc.memory.driver_calls import DriverError
 from odc.memory.mapping import Mapping as SharedMemory
 from odc.net.engines import Check, Engine
 from odc.net.handshake import READER, export_purpose
@@ -44,7 +45,9 @@ class ReadOnlyMember(ABC):
 
     @abstractmethod
     def copy(self, offset: int, into: torch.Tensor) -> None:
-        """Fill `into`, uint8 [n] in CPU memory, from this byte of the heap on."""
+        """Fill `into`, uint8 [n], from this byte of the heap's data on. It is CPU memory, or of the device by which the
+        reader maps members; there it is filled in the turn of its current stream.
+        """
 
     def fence(self) -> None:
         """The next `load` is no older than what was copied."""
@@ -77,10 +80,13 @@ def _refuse_other_heap(rank: int) -> LayoutMismatchError:
 class MappedMember(ReadOnlyMember):
     """A member on this host, mapped without the right to write.
 
-    `root`, `token`, `nbytes` and `digest` are of the weight handle; `board` and `reason` are offsets in the heap.
-    Raises PeerLostError if it is gone, WaitTimeoutError if its listener does not answer within `timeout_s`,
-    LayoutMismatchError if its heap is another one.
+    `root`, `token`, `nbytes`, `device_bytes` and `digest` are of the weight handle; `board` and `reason` are offsets in
+    the heap's words; `device` maps data that lies on a GPU of the host. Raises PeerLostError if the member is gone,
+    WaitTimeoutError if its listener does not answer within `timeout_s`, LayoutMismatchError if its heap is another one,
+    UnsupportedError if the device cannot map it.
     """
+
+    _data: torch.Tensor | None = None  # on the device
 
     def __init__(
         self,
@@ -94,6 +100,8 @@ class MappedMember(ReadOnlyMember):
         board: int,
         reason: int,
         timeout_s: float,
+        device_bytes: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.rank, self._reason = rank, reason
         doing = f"reader, attaching to rank {rank}"
@@ -109,6 +117,9 @@ class MappedMember(ReadOnlyMember):
             if answer.reply["digest"] != digest or not answer.reply["nbytes"] == nbytes == size:
                 raise _refuse_other_heap(rank)
             self._memory = SharedMemory(answer.fds[0], nbytes, writable=False)
+            if device_bytes:
+                assert device is not None
+                self._data = _map_data(answer.fds[1:], device_bytes, device, rank)
         self._memory.prefault(fresh=False)
         self._board = Words(self._memory.address + board, BOARD_WORDS, self._memory)
         self._process = ProcessHandle(answer.pid)
@@ -120,9 +131,14 @@ class MappedMember(ReadOnlyMember):
         return
 
     def copy(self, offset: int, into: torch.Tensor) -> None:
-        ctypes.memmove(into.data_ptr(), self._memory.address + offset, into.numel())
+        if self._data is not None:
+            into.copy_(self._data[offset : offset + into.numel()])
+        else:
+            ctypes.memmove(into.data_ptr(), self._memory.address + offset, into.numel())
 
     def fence(self) -> None:
+        if self._data is not None:
+            torch.cuda.current_stream(self._data.device).synchronize()
         self._board.fence()
 
     def refuse_if_gone(self, doing: str) -> None:
@@ -133,6 +149,21 @@ class MappedMember(ReadOnlyMember):
 
     def close(self) -> None:
         self._process.close()
+        self._data = None  # a GPU's memory is unmapped once its work is done
+
+
+def _map_data(descriptors: Sequence[int], nbytes: int, device: torch.device, rank: int) -> torch.Tensor:
+    """uint8 [nbytes]: the data of a rank on this host, on a GPU. What writes there faults."""
+    if len(descriptors) != 1:
+        raise _refuse_other_heap(rank)
+    try:
+        with torch.cuda.device(device):
+            return driver_memory.map_shared(descriptors[0], nbytes, device, writable=False)
+    except DriverError as error:
+        raise UnsupportedError(
+            f"reader, attaching to rank {rank}: {device} cannot map its memory: {error}; see `odc doctor --need cuda`",
+            culprit=rank,
+        ) from error
 
 
 class WeightEngine:
@@ -186,7 +217,7 @@ class RemoteMember(ReadOnlyMember):
         end = offset + into.numel()
         if not self._at <= offset <= end <= self._at + self._span.numel():
             first, last = next((span for span in self._spans if span[0] <= offset and end <= span[1]), (offset, end))
-            if (first, last) == (offset, end):
+            if (first, last) == (offset, end) and into.device.type == "cpu":
                 self._read(offset, into)
                 return
             self._at, self._span = first, torch.empty(last - first, dtype=torch.uint8)

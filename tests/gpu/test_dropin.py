@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from odc import Settings, fully_shard, shutdown
 from odc.errors import StaleParametersError
 from odc.fsdp import live_roots, root_of
+from odc.handover import Reader, read_groups, version, weight_handle
 from odc.movers import driver
 from odc.movers.choice import device_mover
 from odc.protocol import Gradient
@@ -194,12 +195,15 @@ def test_a_whole_unit_takes_few_launches(ranks, mib: int) -> None:
 
 
 def contexts(rank: int, world: int) -> list[bool]:
-    """Of which devices this process has a context after a minibatch."""
+    """Of which devices this process has a context after a minibatch, and after it has read the weights on a thread."""
     device = own_device(rank)
     model = fully_shard(block(64).to(device), mesh=init_device_mesh("cuda", (world,)))
     for _ in range(2):
         with model.minibatch():
             model(torch.randn(2, 64, device=device)).sum().backward()
+    with Reader(weight_handle(model)) as reader:
+        assert list(read_groups(reader, 1 << 10, version(model), device=device))
+    torch.distributed.barrier()
     leave()
     found, driver = [], ctypes.CDLL("libcuda.so.1")
     for number in range(torch.cuda.device_count()):

@@ -33,9 +33,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import odc
 from odc import Settings, fully_shard
-from odc.errors import HeapMemoryError, OdcError, WaitTimeoutError
+from odc.errors import HeapMemoryError, OdcError, UnsupportedError, WaitTimeoutError
 from odc.fsdp import live_roots
 from odc.fsdp.root import root_of
+from odc.handover import weight_handle
 from odc.memory import nvshmem
 from odc.memory.nvshmem_heap import NvshmemHeap
 from odc.net.engines import Engine, staging
@@ -160,6 +161,19 @@ def test_models_run_first_in_other_orders_lie_at_equal_offsets(ranks: Callable[[
     assert len(by_root[0, 1, 2, 3]) == 2, "two models of all ranks: two offsets, whatever the rank"
     assert len(by_root[0, 2]) == len(by_root[1, 3]) == 1
     assert by_root[0, 2] == by_root[1, 3], "models that share no rank may share an offset"
+
+
+def exported(rank: int, world: int) -> None:
+    own_device(int(os.environ.get("LOCAL_RANK", rank)))
+    model = step(rank, world, OURS)
+    with pytest.raises(UnsupportedError, match=rf"rank {rank}: weights in NVSHMEM's memory cannot be exported"):
+        weight_handle(model)
+    for root in live_roots():
+        root.shut_down()
+
+
+def test_weights_are_not_exported(ranks: Callable[[int], Any]) -> None:
+    ranks(2).run(exported, timeout=240)
 
 
 def second_does_not_fit(rank: int, world: int) -> tuple[str, bool, bool]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +13,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.handover_jobs import publish_without_pause, read_a_trained_model, second_dimension_first
+from support.handover_jobs import end, publishing_job, read_a_trained_model, read_for_ever, second_dimension_first
 from support.models import Case, build, make, shard
 from support.rank_worker import report
-from support.ranks import RankPool, RankProcesses, spawn_ranks
+from support.ranks import RankPool, spawn_ranks
 from support.waiting import until
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -87,24 +86,9 @@ def test_hybrid_sharding_is_read_from_one_replica(ranks: Pools) -> None:
 # readers and jobs that come and go -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def job(tmp_path: Path, *, width: int = 64, last: int = 0, **settings: Any) -> Iterator[tuple[RankProcesses, str]]:
-    """Two ranks that publish without pause, and their weight handle."""
-    arguments = str(tmp_path / "stop"), width, Settings(**settings), last
-    with spawn_ranks(2, publish_without_pause, *arguments) as running:
-        running.until_reported(1, [0])
-        yield running, running.outcomes[0].reports[0]
-
-
-def end(running: RankProcesses, tmp_path: Path) -> None:
-    (tmp_path / "stop").touch()
-    for outcome in running.wait():
-        assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()
-
-
 @pytest.mark.parametrize("second", [False, True])
 def test_reading_while_the_job_publishes_without_pause(tmp_path: Path, second: bool) -> None:
-    with job(tmp_path, width=200, second_buffer=second) as (running, text):
+    with publishing_job(tmp_path, width=200, second_buffer=second) as (running, text):
         versions = []
         with Reader(text, tries=100_000) as source:
             assert source.left_out == ("steps",)
@@ -128,7 +112,7 @@ def read_without_pause(rank: int, world: int, text: str) -> None:
 
 @pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.thorough), signal.SIGSTOP])
 def test_a_dead_or_stopped_reader_holds_up_no_rank(tmp_path: Path, how: signal.Signals) -> None:
-    with job(tmp_path) as (running, text), Reader(text) as watch:
+    with publishing_job(tmp_path) as (running, text), Reader(text) as watch:
         with spawn_ranks(1, read_without_pause, text) as loop:
             loop.until_reported(1)
             os.kill(loop.pids[0], how)
@@ -139,13 +123,8 @@ def test_a_dead_or_stopped_reader_holds_up_no_rank(tmp_path: Path, how: signal.S
         end(running, tmp_path)
 
 
-def read_for_ever(source: Reader) -> None:
-    while True:
-        source.read()
-
-
 def test_a_killed_trainer_is_named_while_it_is_read_from_and_while_it_is_waited_for(tmp_path: Path) -> None:
-    with job(tmp_path) as (running, text):
+    with publishing_job(tmp_path) as (running, text):
         sources = [Reader(text, tries=10**9, timeout_s=3600.0) for _ in range(2)]
         with sources[0], sources[1], ThreadPoolExecutor(2) as threads:
             sources[0].read()
@@ -158,16 +137,16 @@ def test_a_killed_trainer_is_named_while_it_is_read_from_and_while_it_is_waited_
 
 
 def test_a_job_that_ends(tmp_path: Path) -> None:
-    with job(tmp_path, last=500) as (running, text), Reader(text, tries=10**9) as source:
+    with publishing_job(tmp_path, last=500) as (running, text), Reader(text, tries=10**9) as source:
         with pytest.raises(PeerLostError, match="has left the job"):
             read_for_ever(source)
         for outcome in running.wait():
             assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()
 
 
-def test_weights_on_a_device_are_refused() -> None:
+def test_weights_in_nvshmems_memory_are_refused() -> None:
     root = mock.Mock()
-    root.grid.rank, root.layout.heap.device = 3, torch.device("cuda", 1)
-    refused = pytest.raises(UnsupportedError, match="rank 3: weights on cuda:1 are not exported yet")
+    root.grid.rank, root.layout.exports = 3, False
+    refused = pytest.raises(UnsupportedError, match="rank 3: weights in NVSHMEM's memory cannot be exported")
     with mock.patch("odc.fsdp.root_of", return_value=root), refused:
         weight_handle(object())

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.handover_jobs import Job, changed
 
-from odc.errors import LayoutMismatchError, OdcError, PeerLostError
-from odc.handover import Reader
+from odc.errors import LayoutMismatchError, OdcError, PeerLostError, UnsupportedError
+from odc.handover import Reader, reader
 from odc.handover.handle import WeightHandle
 from odc.net.requests import ask
 from odc.runtime import reading
@@ -93,11 +94,27 @@ def test_a_weight_handle_of_another_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"schema": "odc-weight-handle-1"}', '{"schema": "odc-weight-handle-2"}']
+    "text", ["", "[]", "{}", '{"schema": "odc-weight-handle-1"}', '{"schema": "odc-weight-handle-3"}']
 )
 def test_no_weight_handle_at_all(text: str) -> None:
     with pytest.raises(OdcError, match="this is not a weight handle"):
         Reader(text)
+
+
+def test_weights_on_a_gpu_need_a_process_that_maps_it_or_ranks_that_listen(job: Job) -> None:
+    with pytest.raises(UnsupportedError, match=r"rank 10 has its weights on a GPU, .*; set Settings\(address=...\)"):
+        Reader(changed(job.handle, device_bytes=64), device="cpu")
+
+
+def test_a_rank_that_hands_over_no_device_memory_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose weights lie elsewhere than the handle says."""
+    monkeypatch.setattr(reader, "_gpu", lambda asked: torch.device("cuda", 0))
+    with Reader(job.handle):  # the rank keeps a descriptor for the next reader
+        pass
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(LayoutMismatchError, match="rank 10: its heap is not laid out as the weight handle says"):
+        Reader(changed(job.handle, device_bytes=64))
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_weight_handles_survive_the_journey(job: Job) -> None:

@@ -35,13 +35,21 @@ class Fake:
         return BOARD.pack(*self.board.values(), DIGEST.encode()) + self.reason
 
     def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
-        assert (rank, region) == (3, "0.a")
+        assert (rank, region, into.device.type) == (3, "0.a", "cpu")
         self.reads.append((offset, into.numel()))
         into.copy_(self.heap[offset : offset + into.numel()])
 
 
 def member(engine: Fake) -> RemoteMember:
     return RemoteMember(3, engine, DIGEST)  # type: ignore[arg-type]
+
+
+def test_what_is_to_lie_on_a_device_is_read_into_host_memory_first() -> None:
+    """The engine would write there in another stream than the one whose turn it is."""
+    engine = Fake(64)
+    source = member(engine)
+    source.copy(8, torch.empty(16, dtype=torch.uint8, device="meta"))
+    assert engine.reads == [(8, 16)]
 
 
 def test_pieces_that_lie_close_together_are_read_together() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
 from odc.net import host_identity
 from odc.protocol import Word
 from odc.runtime import Daemon, reading_token
+from support.device import own_device
 from support.members import BF16, F32, HeapGroup, Layout
 from support.models import Case, adamw, build, tokens
 from support.programs import backward
 from support.rank_worker import report
+from support.ranks import RankProcesses, spawn_ranks
 
 LAYOUT: Layout = [[("w", 8, F32), ("b", 3, BF16)], [("v", 5, F32)]]
 
@@ -122,16 +125,23 @@ class Numbered(nn.Module):
             parameter.fill_(number)
 
 
-def publish_without_pause(rank: int, world: int, stop: str, width: int, settings: Settings, last: int) -> int:
+def numbered(width: int, device: torch.device, settings: Settings) -> tuple[Numbered, Any]:
+    """The model on a device, and its root, which is the same object; its parameters keep their values."""
+    model, mesh = Numbered(width).to(device), init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in (model.first, model.second):
+        fully_shard(layer, mesh=mesh, settings=settings)
+    return model, fully_shard(model, mesh=mesh, settings=settings)
+
+
+def publish_without_pause(
+    rank: int, world: int, stop: str, width: int, settings: Settings, last: int, device: str
+) -> int:
     """Publish version after version, each with its number in every element, until the file `stop` is there.
 
     Rank 0 sends the weight handle, then every hundredth version; returns the number of the last, which is `last` or two
     later than rank 0 has found the file. No collective: one would fail in a survivor before odc names a killed rank.
     """
-    model = Numbered(width)
-    for layer in (model.first, model.second):
-        fully_shard(layer, settings=settings)
-    sharded: Any = fully_shard(model, settings=settings)
+    model, sharded = numbered(width, own_device(rank) if device == "cuda" else torch.device(device), settings)
     model.fill(1)
     with sharded.minibatch():
         pass
@@ -148,6 +158,29 @@ def publish_without_pause(rank: int, world: int, stop: str, width: int, settings
         if rank == 0 and Path(stop).exists() and not ending.exists():
             ending.write_text(str(number + 2))  # the other rank is at most one version ahead, and reads it in time
     return number
+
+
+@contextmanager
+def publishing_job(
+    tmp_path: Path, *, width: int = 64, last: int = 0, device: str = "cpu", **settings: Any
+) -> Iterator[tuple[RankProcesses, str]]:
+    """Two ranks that publish without pause, and their weight handle."""
+    arguments = str(tmp_path / "stop"), width, Settings(**settings), last, device
+    with spawn_ranks(2, publish_without_pause, *arguments) as running:
+        running.until_reported(1, [0])
+        yield running, running.outcomes[0].reports[0]
+
+
+def end(running: RankProcesses, tmp_path: Path) -> None:
+    """End such a job, in good order."""
+    (tmp_path / "stop").touch()
+    for outcome in running.wait():
+        assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()
+
+
+def read_for_ever(source: Reader) -> None:
+    while True:
+        source.read()
 
 
 def second_dimension_first(parameter: torch.nn.Parameter) -> Shard | None:

@@ -1,7 +1,7 @@
 """verl's checkpoint engine `odc`: rollout processes read the actor's published shards. For verl 0.9 only.
 
 No rank gathers a parameter and none sends anything: a sync is a `publish()` on the actor's ranks, and every rollout
-process reads what they published, through shared memory or from other hosts (`odc.handover`). Importing this module
+process reads what they published, in memory that it maps or from other hosts (`odc.handover`). Importing this module
 registers the engine, which verl does with
 
     rollout.checkpoint_engine.backend=odc

@@ -72,11 +72,11 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **options: Any
     ) -> tuple[Any, Any]:
-        """As verl's, which gathers each parameter on all ranks. On CPU ranks, without adapters and quantization, a rank
-        reads what all of them publish instead, in their compute dtype: no rank waits for another's rollout.
+        """As verl's, which gathers each parameter on all ranks. Without adapters, quantization and NVSHMEM's memory a
+        rank reads what all of them publish instead, in their compute dtype: no rank waits for another's rollout.
         """
-        quantized, module = getattr(self, "_qat_enabled", False), self.module
-        if quantized or hasattr(module, "peft_config") or next(module.parameters()).device.type != "cpu":
+        quantized, exported = getattr(self, "_qat_enabled", False), self._options.settings.memory == "driver"
+        if quantized or hasattr(self.module, "peft_config") or not exported:
             weights, adapter = super().get_per_tensor_param(layered_summon, base_sync_done, **options)
             return weights, adapter
         return published_here(self, self._published), None

@@ -56,12 +56,15 @@ class PublishedReader:
         self._timeout_s = timeout_s
         self._reader: tuple[str, Reader] | None = None  # and the handle that it was made of
 
-    def read(self, learned: Published, nbytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all weights by verl's names, on the CPU, in the actor's compute dtype. A tensor is good until the next
-        is asked for. Holds twice `nbytes`, and at least two parameters. Waits, and raises, as `read_groups`.
+    def read(
+        self, learned: Published, nbytes: int, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield all weights by verl's names, in the actor's compute dtype, on `device`, and on the CPU what no rank
+        shards. A tensor is good until the next is asked for. Holds twice `nbytes`, and at least two parameters. Waits,
+        and raises, as `read_groups`.
         """
         yield from learned.as_verl(learned.whole)
-        for tensors in read_groups(self._attached(learned.handle), nbytes, learned.version):
+        for tensors in read_groups(self._attached(learned.handle), nbytes, learned.version, device=device):
             yield from learned.as_verl(tensors)
 
     def _attached(self, handle: str) -> Reader:
@@ -73,11 +76,13 @@ class PublishedReader:
 
 
 def published_here(engine: Any, reader: PublishedReader) -> Iterator[tuple[str, torch.Tensor]]:
-    """Publish the engine's weights, then yield all of them as `PublishedReader.read`, in memory of their own.
+    """Publish the engine's weights, then yield all of them as `PublishedReader.read`, in memory of their own, on the
+    device of the engine.
 
     For a rollout beside the rank. Every rank of the engine calls it; nothing is published before the first weight is
     asked for, and none of the ranks may publish anew before all have read the last.
     """
     engine.module.publish()
-    for name, tensor in reader.read(published(engine), GROUP_BYTES):
+    device = next(engine.module.parameters()).device
+    for name, tensor in reader.read(published(engine), GROUP_BYTES, device):
         yield name, tensor.clone()  # rollouts of verl may keep a tensor while they ask for the next
