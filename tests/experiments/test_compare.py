@@ -266,3 +266,8 @@ def test_a_skipped_step_ends_a_comparison() -> None:
     lacking = replace(whole, skipped=[SkippedStep(3, "rank 1: out of memory in a microbatch of 4096 tokens")])
     with pytest.raises(OdcError, match=r"arm odc skipped step 3 \(rank 1: out of memory .*--max-tokens"):
         refuse_skipped("odc", [lacking, lacking])
+
+
+def test_a_job_without_a_step_says_what_steps_counts() -> None:
+    resumed = JobResult(rank=0, steps=[], peak_bytes=0, held_bytes=None, baseline_bytes=0)
+    assert resumed.summary() == "no step was left to do: --steps counts those before the checkpoint, too"
