@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from odc.movers.choice import device_mover
-from odc.movers.patches import PackedUnit
+from odc.movers.plans import PackedUnit
 from odc.protocol.changes import WHOLE, PublishedChanges, note_version
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec

@@ -88,7 +88,7 @@ class Regions:
         )
         # Every rank of a host adds to its sums; in CPU memory to the accumulators there as well.
         self.stages = settings.accumulate == "server" and (self._on_device or not self.spans_hosts)
-        _refuse_rounding(self, settings.sums_dtype, on_device)
+        _refuse_rounding(self, settings.sums_dtype)
         self.keeps_residuals = self.spans_hosts and settings.sums_dtype == "int8"
         self.rounded: tuple[RoundedUnit, ...] | None = None
         if self.spans_hosts and settings.sums_dtype != "accumulator":
@@ -203,7 +203,7 @@ def _rounded(unit: UnitSpec, by_parameter: bool) -> RoundedUnit:
     return RoundedUnit([(spec.numel if spec.trained else 0, spec.coarse) for spec in unit.params])
 
 
-def _refuse_rounding(regions: Regions, sums_dtype: str, on_device: bool) -> None:
+def _refuse_rounding(regions: Regions, sums_dtype: str) -> None:
     """Raise `UnsupportedError` where sums cannot be rounded as the settings ask; on one host none cross."""
     if not regions.grid.remote or sums_dtype == "accumulator":
         return
@@ -213,5 +213,3 @@ def _refuse_rounding(regions: Regions, sums_dtype: str, on_device: bool) -> None
     for unit in regions.units:
         if unit.accumulator_dtype == torch.float64:
             raise UnsupportedError(f"{where} would round the fp64 sums of unit {unit.name!r}")
-    if sums_dtype == "int8" and on_device:
-        raise UnsupportedError(f"{where} is for sums in CPU memory; on a device take 'bfloat16'")
