@@ -159,12 +159,12 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
     from rich import box
     from rich.table import Table
 
-    ledgers: dict[bool, list[MemoryLedger]] = {False: [], True: []}
+    plain, views, rounded = ledgers = list[MemoryLedger](), list[MemoryLedger](), list[MemoryLedger]()
     for config in configs.values():
         model = model_of(config)
         blocks = blocks_of(model)
-        for in_place, found in ledgers.items():
-            settings = Settings(gradient_views=in_place)
+        every = Settings(), Settings(gradient_views=True), Settings(sums_dtype="int8")
+        for found, settings in zip(ledgers, every, strict=True):
             found.append(memory_ledger(model, blocks, ranks=ranks, hosts=hosts, settings=settings))
     table = Table(f"GB a GPU, {ranks} ranks on " + ("one host" if hosts == 1 else f"{hosts} hosts"), box=box.SIMPLE)
     for name in configs:
@@ -173,7 +173,6 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
     def row(name: str, numbers: Iterable[float]) -> None:
         table.add_row(name, *(f"{number:.2f}" for number in numbers))
 
-    plain, views = ledgers[False], ledgers[True]
     row("FSDP2", [sum(one.fsdp2.values()) / 1e9 for one in plain])
     for part in plain[0].heap:
         row(part, [one.heap[part] / 1e9 for one in plain])
@@ -181,4 +180,6 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
     row("share of FSDP2", [one.share for one in plain])
     row("with gradient_views", [one.added / 1e9 for one in views])
     row("share of FSDP2", [one.share for one in views])
+    if hosts > 1:
+        row("with int8 sums", [one.added / 1e9 for one in rounded])
     return table

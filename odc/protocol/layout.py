@@ -35,6 +35,7 @@ class HeapLayout(Regions):
         if heap.lanes.asynchronous:
             self._prepare_mover()
         self.patches = self._make_patches() if self.says_changes and heap.lanes.asynchronous else []
+        self.applies_changes = bool(self.patches) or not heap.lanes.asynchronous
         self.rounding: Sequence[Rounding] | None = self._make_rounding()
         heap.adds_atomically = bool(getattr(self.mover, "atomic", True))
         for name, nbytes in self.requests():
@@ -67,7 +68,11 @@ class HeapLayout(Regions):
             torch.zeros(1, device=device).to(torch.bfloat16)  # torch's kernel for it is loaded
 
     def _make_patches(self) -> list[Patches]:
-        """For each unit; kernels are compiled, and their lane is made, before another thread patches."""
+        """For each unit; kernels are compiled, and their lane is made, before another thread patches. None where there
+        are no kernels, and the settings do not ask for any.
+        """
+        if self.settings.changes == "auto" and not device_mover(self.mover).packs:
+            return []
         mover, device = self._packing_mover("changes='on'"), self.heap.device
         with self.heap.lanes.lane("patch"):
             return [

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from odc import Settings, fully_shard
 from odc.errors import AbandonedMinibatchError, UnsupportedError
 from odc.fsdp import live_roots
+from odc.hosts.changes import ShardReads
 from odc.net.engines import staging
 from odc.protocol import HeapLayout, UnitSpec, Word
 
@@ -53,7 +54,8 @@ def same(
     )  # fmt: skip
     layouts = [root.layout for root in live_roots()]
     saved = sum(layout.local(member).board.load(Word.SAVED) for layout in layouts for member in layout.grid.local)
-    assert (saved > 0) == (settings.changes == "on"), f"{saved} bytes did not have to cross"
+    if settings.changes == "on" or settings.kernels == "torch":
+        assert (saved > 0) == (settings.changes == "on"), f"{saved} bytes did not have to cross"
     for root in live_roots():
         root.shut_down()
     flat = shape if sharding == "mesh" else (world,)
@@ -109,11 +111,14 @@ def same_by_changes(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(HeapLayout, "patch", note)
+        if settings.changes == "auto":  # so small a model says nothing of the link
+            patched.setattr(ShardReads, "seconds", lambda self, nbytes: 1.0 * nbytes)
         same(rank, world, counts, settings, shape, "mesh", compute)
     return len(applied)
 
 
 CHANGES = {
+    "auto": Settings(timeout_s=120.0, copy_engine_bytes=1, check_protocol=True),
     "on": Settings(timeout_s=120.0, copy_engine_bytes=1, changes="on", check_protocol=True),
     "inline": Settings(
         timeout_s=120.0, copy_engine_bytes=1, changes="on", second_buffer=True, prefetch=0, push_overlap=False
@@ -122,7 +127,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("hosts", "per_host", "settings"), [(2, 1, "on"), (2, 2, "on"), (2, 2, "inline"), (3, 1, "on")]
+    ("hosts", "per_host", "settings"), [(2, 1, "on"), (2, 2, "on"), (2, 2, "inline"), (3, 1, "on"), (2, 1, "auto")]
 )
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 def test_changes_equal_fsdp2(
