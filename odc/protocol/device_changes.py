@@ -32,7 +32,9 @@ class ReadTimes(Protocol):
 
 
 class DeviceChanges:
-    """As `PublishedChanges`, on a device; on the rank's main thread. Without kernels every version is read whole."""
+    """As `PublishedChanges`, on a device; on the rank's main thread. Where kernels do not work, every version is
+    read whole.
+    """
 
     def __init__(self, protocol: MemberProtocol, times: ReadTimes) -> None:
         self._protocol, self._layout, self._times = protocol, protocol.layout, times
@@ -46,7 +48,7 @@ class DeviceChanges:
         """Publish the shards, by unit and parameter. Does not wait."""
         units = zip(self._layout.units, shards, strict=True)
         mover = device_mover(self._layout.mover)
-        if not mover.packs:
+        if not self._layout.applies_changes:
             mover.publish(self._layout.published(epoch), [shard for tensors in shards for shard in tensors])
             return
         mover.zero([self._found])
@@ -65,7 +67,7 @@ class DeviceChanges:
         Packing has overwritten the changes that came last, also where there are none now: a host that has not read
         them yet reads the whole shard.
         """
-        if not device_mover(self._layout.mover).packs:
+        if not self._layout.applies_changes:
             for unit in self._layout.units:
                 note_version(self._protocol, unit, WHOLE, 0, epoch)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,8 @@ from odc.protocol.peers.remote import NodeShare, RemotePeer
 from odc.protocol.regions import DATA_REGIONS, WIRE_DTYPES, Regions
 from odc.protocol.units import UnitSpec
 from odc.settings import Settings
+
+_log = logging.getLogger(__name__)
 
 
 class HeapLayout(Regions):
@@ -69,18 +72,27 @@ class HeapLayout(Regions):
 
     def _make_patches(self) -> list[Patches]:
         """For each unit; kernels are compiled, and their lane is made, before another thread patches. None where there
-        are no kernels, and the settings do not ask for any.
+        are no kernels, or they fail, and the settings do not ask for them.
         """
-        if self.settings.changes == "auto" and not device_mover(self.mover).packs:
-            return []
-        mover, device = self._packing_mover("changes='on'"), self.heap.device
-        with self.heap.lanes.lane("patch"):
-            return [
-                mover.patches(
-                    [(spec.published_offset, spec.numel, spec.dtype.itemsize) for spec in unit.params], device
+        device = self.heap.device
+        try:
+            mover = self._packing_mover("changes='on'")
+            with self.heap.lanes.lane("patch"):
+                _pack_once(mover, device)
+                return [
+                    mover.patches(
+                        [(spec.published_offset, spec.numel, spec.dtype.itemsize) for spec in unit.params], device
+                    )
+                    for unit in self.units
+                ]
+        except Exception as error:
+            if self.settings.changes == "on":
+                raise
+            if device_mover(self.mover).packs:
+                _log.warning(
+                    "rank %d: shards are read whole, as none is packed on %s: %s", self.grid.rank, device, error
                 )
-                for unit in self.units
-            ]
+            return []
 
     def _make_rounding(self) -> Sequence[Rounding] | None:
         """For each unit; what it takes is compiled before another thread rounds. None where sums cross whole."""
@@ -251,3 +263,10 @@ class HeapLayout(Regions):
         for peer in (*self._peers, *self._shares.values()):
             peer.forget()
         self.heap.close()
+
+
+def _pack_once(mover: DeviceMover, device: torch.device) -> None:
+    """Pack one number; raises whatever keeps kernels from that."""
+    place, found = torch.zeros(8, dtype=torch.bfloat16, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    into = torch.zeros(64, dtype=torch.uint8, device=device)
+    mover.pack([([place[:1]], [place[:1]], [torch.ones(1, device=device)], into)], found)

@@ -333,12 +333,13 @@ def test_what_a_patch_takes_is_measured_as_it_settles() -> None:
         assert 0.05 <= reads.patching(0) < 10 and not reads.patching(1)
 
 
-def test_on_a_device_without_kernels_auto_reads_whole_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_without_kernels_auto_reads_whole_shards(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Also those of ranks that pack: the layout of the heaps is the same, whatever moves data on a rank."""
     weights, packs = Weights(), [False, False, True, True]
     with two_hosts(True, changes="auto") as spread:
         for layout, some in zip(spread.group.layouts, packs, strict=True):
-            layout.mover.packs = some  # type: ignore[attr-defined]
             layout.applies_changes = some
         for member in spread.group.members:
             member.shards._changes._times = Times(1.0, 0.0)  # type: ignore[union-attr]
@@ -351,9 +352,18 @@ def test_on_a_device_without_kernels_auto_reads_whole_shards(monkeypatch: pytest
                 )
             assert crossed(spread) == 4 * WHOLE_BYTES, "none can apply what others pack, or packs for others"
             weights.step(1e-5, step)
-    monkeypatch.setattr(DeferredMover, "packs", False)
-    with two_hosts(True, changes="auto") as spread:
-        assert spread.group.layouts[0].says_changes and not spread.group.layouts[0].applies_changes
+
+    def fails(*unused: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    caplog.clear()
+    for name, value, warnings in (("packs", False, 0), ("pack", fails, 4)):
+        with monkeypatch.context() as patch:
+            patch.setattr(DeferredMover, name, value)
+            with two_hosts(True, changes="auto") as spread:
+                assert spread.group.layouts[0].says_changes and not spread.group.layouts[0].applies_changes
+        assert len(caplog.records) == warnings
+    assert "shards are read whole, as none is packed on cpu: no such instruction" in caplog.text
 
 
 @pytest.mark.parametrize("second_buffer", [False, True])
