@@ -14,12 +14,14 @@ from odc.kernels.pack import UnitChanges, pack
 from odc.kernels.patch import PatchPlan
 from odc.kernels.publish import publish
 from odc.kernels.put import Signal, put
+from odc.kernels.round import RoundingPlan
 from odc.kernels.rows import fixed_rows
 from odc.kernels.tables import passing_table, pointer_table, reserve_tables
 
 __all__ = [
     "GatherPlan",
     "PatchPlan",
+    "RoundingPlan",
     "ScatterPlan",
     "Signal",
     "Symmetric",

@@ -24,7 +24,7 @@ from odc.errors import UnsupportedError
 from odc.kernels.tile import move_tile
 
 TILE_BYTES = 16384  # one compiled program's share; not tuned yet (docs/gpu.md)
-#: Of compiled kernels. Nothing is multiplied, so nothing can be fused; triton 3.9 warns unless this is set.
+#: Of compiled kernels. A product that is fused with a sum is not rounded between them, as the CPU's is.
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 #: Programs of a launch that runs beside compute: as few multiprocessors are taken from it at once, at most.
 BESIDE_COMPUTE = 32

@@ -159,14 +159,13 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
     from rich import box
     from rich.table import Table
 
-    ledgers: dict[bool, list[MemoryLedger]] = {False: [], True: []}
+    plain, views, rounded = ledgers = list[MemoryLedger](), list[MemoryLedger](), list[MemoryLedger]()
     for config in configs.values():
         model = model_of(config)
         blocks = blocks_of(model)
-        for in_place, found in ledgers.items():
-            settings = Settings(gradient_views=in_place)
+        every = Settings(), Settings(gradient_views=True), Settings(sums_dtype="int8")
+        for found, settings in zip(ledgers, every, strict=True):
             found.append(memory_ledger(model, blocks, ranks=ranks, hosts=hosts, settings=settings))
-    plain, views = ledgers[False], ledgers[True]
     unit, size = ("GB", 1e9) if max(sum(one.fsdp2.values()) for one in plain) >= 1e8 else ("MB", 1e6)
     where = "one host" if hosts == 1 else f"{hosts} hosts"
     table = Table(f"{unit} a GPU, {ranks} ranks on {where}", box=box.SIMPLE)
@@ -183,4 +182,6 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
     row("share of FSDP2", [one.share for one in plain])
     row("with gradient_views", [one.added / size for one in views])
     row("share of FSDP2", [one.share for one in views])
+    if hosts > 1:
+        row("with int8 sums", [one.added / size for one in rounded])
     return table

@@ -40,10 +40,15 @@ class ShardReads:
     def __init__(self, protocol: MemberProtocol, heaps: HeapReader) -> None:
         self._protocol, self._layout, self._heaps = protocol, protocol.layout, heaps
         self._pace = 0.0  # seconds a byte, a running mean
+        self._patching: dict[int, float] = {}  # by unit: seconds of a patch, a running mean
 
     def seconds(self, nbytes: int) -> float:
         """How long a read of so many bytes from another host takes, as measured; 0.0 while nothing was read."""
         return nbytes * self._pace
+
+    def patching(self, unit: int) -> float:
+        """How long it takes to apply what has changed of a unit's shard, as measured; 0.0 while nothing was applied."""
+        return self._patching.get(unit, 0.0)
 
     def bring(self, claimed: Iterable[tuple[NodeShare, UnitSpec]], epoch: int) -> None:
         """Return when the cache has the versions of `epoch`, and each is CACHED. Raises as `HeapReader.read_all`."""
@@ -65,7 +70,7 @@ class ShardReads:
             recorder().add(FETCH, traced, unit=f"{tally.saved} bytes saved", nbytes=tally.nbytes, lane=LANE)
         if tally.nbytes >= _TIMED_BYTES:
             pace = (time.perf_counter() - begin - tally.patching) / tally.nbytes
-            self._pace = pace if not self._pace else (3 * self._pace + pace) / 4
+            self._pace = _mean(self._pace, pace)
 
     def bring_whole(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> None:
         """The same, where a process may be at it that has left the job: what it writes is the same, or not used."""
@@ -82,7 +87,7 @@ class ShardReads:
         if have >= version.changed:
             _announce(peer, unit, epoch)
             return None
-        if version.packed < 0 or have < version.base:
+        if version.packed < 0 or have < version.base or not self._layout.applies_changes:
             return self._whole(peer, unit, epoch, version)
         use = functools.partial(self._patch, peer, unit, epoch, version, tally)
         what = f"the changes of unit {unit.name!r}"
@@ -111,7 +116,9 @@ class ShardReads:
         # A patch must be applied once: a rank that has given up on this one reads the whole shard, under the lock too.
         with peer.claim_mutex(unit).held(self._layout.settings.timeout_s):
             if peer.cached(unit).load(0) < epoch:
+                patching = time.perf_counter()
                 self._layout.patch(unit, _place(peer, unit), packed)
+                self._patching[unit.index] = _mean(self.patching(unit.index), time.perf_counter() - patching)
                 self._check(peer, unit, version)
                 _announce(peer, unit, epoch)
         tally.patching += time.perf_counter() - begin
@@ -122,6 +129,11 @@ class ShardReads:
                 f"rank {self._layout.grid.rank} (epoch {self._protocol.epoch}): the shard of unit {unit.name!r} of "
                 f"rank {peer.rank} is not what that rank has published"
             )
+
+
+def _mean(before: float, now: float) -> float:
+    """A running mean, of which `before` is 0.0 at first."""
+    return (3 * before + now) / 4 if before else now
 
 
 def _place(peer: NodeShare, unit: UnitSpec) -> torch.Tensor:

@@ -167,8 +167,8 @@ class NodeSums(Reduction):
             return layout.sums_of(partner, self._row_in(partner), unit)
         start, end = layout.wire_at[unit.index : unit.index + 2]
         arrived = layout.arrived(self._partners[partner])[start:end]
-        if layout.rounded is not None:
-            return layout.rounded[unit.index].read(arrived)
+        if layout.rounding is not None:
+            return layout.rounding[unit.index].read(arrived)
         return arrived[: unit.accumulator_bytes].view(unit.accumulator_dtype)
 
     def _row_in(self, partner: int) -> int:

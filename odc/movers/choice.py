@@ -17,7 +17,7 @@ import torch
 from odc.errors import UnsupportedError, install
 from odc.memory import Lanes
 from odc.movers import cpu
-from odc.movers.patches import PackedUnit, Patches
+from odc.movers.plans import PackedUnit, Patches, Rounding
 from odc.settings import Settings
 
 LAUNCHING = ("fetch", "push", "server")  # lanes in which odc's threads launch kernels
@@ -33,7 +33,7 @@ class DataMover(Protocol):
     """
 
     def publish(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-        """Copy each shard to its place in the published buffer, converting."""
+        """Copy each shard to its place in the published buffer, converting; or what a sum begins with to the sum."""
 
     def zero(self, totals: Sequence[torch.Tensor]) -> None:
         """Fill accumulators of this rank with zeros."""
@@ -68,7 +68,7 @@ class DeviceMover(DataMover, Protocol):
     """What moves data on a device besides: whole units, from and to all owners at once.
 
     `atomic`: whether `accumulate` and `accumulate_all` add atomically, so that pushers need no lock. `packs`: whether
-    `pack` and `patches` work.
+    `pack`, `patches` and `rounding` work.
     """
 
     atomic: bool
@@ -134,6 +134,11 @@ class DeviceMover(DataMover, Protocol):
     def patches(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> Patches:
         """Of a unit with these parameters: byte offset in the shard, elements and their bytes. On the training thread,
         which then has compiled and loaded what patches launch.
+        """
+
+    def rounding(self, params: Sequence[tuple[int, int, bool]], device: torch.device) -> Rounding:
+        """Of the fp32 sums of a unit with these parameters: elements, byte offset in the rounded sum, and whether it
+        crosses in 8 bits, else in bf16. On the training thread, as `patches`.
         """
 
     def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 from odc.kernels import (
     GatherPlan,
     PatchPlan,
+    RoundingPlan,
     ScatterPlan,
     UnitChanges,
     add_all,
@@ -24,7 +25,7 @@ from odc.kernels import (
 )
 from odc.movers import driver, triton
 from odc.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources, Sums, Values
-from odc.movers.patches import PackedUnit
+from odc.movers.plans import PackedUnit
 
 
 class CompiledMover(CudaMover):
@@ -69,6 +70,10 @@ class CompiledMover(CudaMover):
     def patches(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> PatchPlan:
         """See `DeviceMover.patches`; a patch is one launch, and one more if some elements have a byte and some more."""
         return PatchPlan(params, device, make_rows=fixed_rows)
+
+    def rounding(self, params: Sequence[tuple[int, int, bool]], device: torch.device) -> RoundingPlan:
+        """See `DeviceMover.rounding`; each of its calls is one launch."""
+        return RoundingPlan(params, device, make_rows=fixed_rows)
 
     def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
         """See `DeviceMover.differ`; one launch a pair of dtypes, and no memory."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from odc.movers import cpu, driver
-from odc.movers.patches import PackedUnit, Patches
+from odc.movers.plans import PackedUnit, Patches, Rounding
 
 _COMPARED = 4 << 20  # elements at a time: what a comparison of shards with what was published takes beside them
 
@@ -178,6 +178,10 @@ class CudaMover:
     def patches(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> Patches:
         """See `DeviceMover.patches`."""
         raise NotImplementedError("torch packs no changes")
+
+    def rounding(self, params: Sequence[tuple[int, int, bool]], device: torch.device) -> Rounding:
+        """See `DeviceMover.rounding`; torch would allocate."""
+        raise NotImplementedError("torch rounds no sums to 8 bits")
 
     def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
         """See `DeviceMover.differ`; a few MiB at a time."""

@@ -24,7 +24,7 @@ from odc.protocol.units import UnitSpec
 from odc.protocol.words import VersionWord
 
 WHOLE = changes.TOO_LARGE
-_SAMPLE_EVERY = 8  # epochs
+SAMPLE_EVERY = 8  # epochs
 _SAMPLED = 128 << 10  # bytes
 _SLACK = 1.25  # of the last changes: so much room the next ones are expected to take
 _LEAST = 4096  # bytes of each parameter that are compared before a shard is worth a second look
@@ -91,7 +91,7 @@ class PublishedChanges:
         whole = unit.published_bytes
         if not changes.available() or not self._seconds(whole):
             return False
-        if unit.index not in self._ratios or epoch % _SAMPLE_EVERY == unit.index % _SAMPLE_EVERY:
+        if unit.index not in self._ratios or epoch % SAMPLE_EVERY == unit.index % SAMPLE_EVERY:
             begin = epoch * _SAMPLED % whole
             self._timed(unit, old[begin : begin + _SAMPLED], new[begin : begin + _SAMPLED], self._sample)
         saved = self._seconds(whole) - self._seconds(int(whole * self._ratios[unit.index]))

@@ -2,26 +2,43 @@
 
 Kernels publish and pack all units at once. How much they have packed comes to the host by one copy behind them, which
 the wait for the published shards covers: nothing waits for a size. `HeapLayout.patch` is the other end.
+
+Under `changes="auto"` they always pack: that reads a published shard once more than publishing does, where the step of
+the optimizer before it has moved several times as many bytes of that shard. What may not pay is the wait of a patch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from odc.movers.choice import device_mover
-from odc.movers.patches import PackedUnit
-from odc.protocol.changes import WHOLE, PublishedChanges, note_version
+from odc.movers.plans import PackedUnit
+from odc.protocol.changes import SAMPLE_EVERY, WHOLE, PublishedChanges, note_version
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
 
 
-class DeviceChanges:
-    """As `PublishedChanges`, on a device; on the rank's main thread."""
+class ReadTimes(Protocol):
+    """What reads from other hosts have taken on this rank, which stands for those of other hosts from it."""
 
-    def __init__(self, protocol: MemberProtocol) -> None:
-        self._protocol, self._layout = protocol, protocol.layout
+    def seconds(self, nbytes: int) -> float:
+        """Of a read of so many bytes; 0.0 while nothing was read."""
+
+    def patching(self, unit: int) -> float:
+        """Of applying what has changed of a unit's shard; 0.0 while nothing was applied."""
+
+
+class DeviceChanges:
+    """As `PublishedChanges`, on a device; on the rank's main thread. Where kernels do not work, every version is
+    read whole.
+    """
+
+    def __init__(self, protocol: MemberProtocol, times: ReadTimes) -> None:
+        self._protocol, self._layout, self._times = protocol, protocol.layout, times
+        self._always = self._layout.settings.changes == "on"
         device, count = self._layout.heap.device, max(1, len(self._layout.units))
         # Of each unit a quarter of its records' bytes: where kernels add them up, and where the host reads them.
         self._found = torch.zeros(count, dtype=torch.int32, device=device)
@@ -31,6 +48,9 @@ class DeviceChanges:
         """Publish the shards, by unit and parameter. Does not wait."""
         units = zip(self._layout.units, shards, strict=True)
         mover = device_mover(self._layout.mover)
+        if not self._layout.applies_changes:
+            mover.publish(self._layout.published(epoch), [shard for tensors in shards for shard in tensors])
+            return
         mover.zero([self._found])
         mover.pack([self._packed(unit, tensors, epoch) for unit, tensors in units], self._found)
         mover.put(self._sizes.data_ptr(), self._found.data_ptr(), self._sizes.nbytes)
@@ -47,12 +67,27 @@ class DeviceChanges:
         Packing has overwritten the changes that came last, also where there are none now: a host that has not read
         them yet reads the whole shard.
         """
+        if not self._layout.applies_changes:
+            for unit in self._layout.units:
+                note_version(self._protocol, unit, WHOLE, 0, epoch)
+            return
         for unit, patches, words in zip(self._layout.units, self._layout.patches, self._sizes.tolist(), strict=False):
             packed = patches.directory_bytes + 4 * words
             if not words:
                 self._protocol.drop_changes(unit, WHOLE)
             else:
-                note_version(self._protocol, unit, packed if packed <= most_packed(unit) else WHOLE, 0, epoch)
+                note_version(self._protocol, unit, packed if self._pays(unit, packed, epoch) else WHOLE, 0, epoch)
+
+    def _pays(self, unit: UnitSpec, packed: int, epoch: int) -> bool:
+        """Whether other hosts are to read the changes: they are not too many, and under "auto" read and applied sooner
+        than the shard is read. Now and then they are applied anyway, so that it is known what that takes.
+        """
+        if packed > most_packed(unit) or self._always:
+            return packed <= most_packed(unit)
+        whole = self._times.seconds(unit.published_bytes)
+        measured = epoch % SAMPLE_EVERY != unit.index % SAMPLE_EVERY
+        applied = self._times.patching(unit.index) if measured else 0.0
+        return self._times.seconds(packed) + applied < whole
 
 
 def most_packed(unit: UnitSpec) -> int:
@@ -60,9 +95,18 @@ def most_packed(unit: UnitSpec) -> int:
     return unit.published_bytes * 3 // 16 * 4
 
 
-def changes_of(protocol: MemberProtocol, seconds: Callable[[int], float]) -> PublishedChanges | DeviceChanges | None:
-    """What publishes the shards of a member whose heap says changes, else None. `seconds`: see `PublishedChanges`."""
+def changes_of(protocol: MemberProtocol, times: ReadTimes | None) -> PublishedChanges | DeviceChanges | None:
+    """What publishes the shards of a member whose heap says changes, else None. `times`: if it reads from other hosts,
+    as each member on a device does whose heap says changes.
+    """
     layout = protocol.layout
     if not layout.says_changes:
         return None
-    return DeviceChanges(protocol) if layout.heap.lanes.asynchronous else PublishedChanges(protocol, seconds)
+    if times is not None and layout.heap.lanes.asynchronous:
+        return DeviceChanges(protocol, times)
+    return PublishedChanges(protocol, _no_reads if times is None else times.seconds)
+
+
+def _no_reads(nbytes: int) -> float:
+    """How long a read from another host takes where this rank reads from none: that is not known."""
+    return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -9,14 +10,16 @@ import torch
 from odc.errors import UnsupportedError
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap
 from odc.movers import changes, int8
-from odc.movers.choice import device_mover, mover_for, prepare_mover
-from odc.movers.patches import Patches
+from odc.movers.choice import DeviceMover, device_mover, mover_for, prepare_mover
+from odc.movers.plans import Patches, Rounding
 from odc.protocol.grid import RankGrid, refuse_unsupported
 from odc.protocol.peers.local import LocalPeer
 from odc.protocol.peers.remote import NodeShare, RemotePeer
 from odc.protocol.regions import DATA_REGIONS, WIRE_DTYPES, Regions
 from odc.protocol.units import UnitSpec
 from odc.settings import Settings
+
+_log = logging.getLogger(__name__)
 
 
 class HeapLayout(Regions):
@@ -35,9 +38,9 @@ class HeapLayout(Regions):
         if heap.lanes.asynchronous:
             self._prepare_mover()
         self.patches = self._make_patches() if self.says_changes and heap.lanes.asynchronous else []
+        self.applies_changes = bool(self.patches) or not heap.lanes.asynchronous
+        self.rounding: Sequence[Rounding] | None = self._make_rounding()
         heap.adds_atomically = bool(getattr(self.mover, "atomic", True))
-        if self.keeps_residuals:
-            int8.prepare()
         for name, nbytes in self.requests():
             heap.allocate(name, nbytes, words=name.split("/")[0] not in DATA_REGIONS)
         mesh = f"{grid.ranks}/{grid.shards}" + (f"/{grid.hosts}" if grid.hosts else "")
@@ -68,20 +71,52 @@ class HeapLayout(Regions):
             torch.zeros(1, device=device).to(torch.bfloat16)  # torch's kernel for it is loaded
 
     def _make_patches(self) -> list[Patches]:
-        """For each unit; kernels are compiled, and their lane is made, before another thread patches."""
-        mover, device = device_mover(self.mover), self.heap.device
+        """For each unit; kernels are compiled, and their lane is made, before another thread patches. None where there
+        are no kernels, or they fail, and the settings do not ask for them.
+        """
+        device = self.heap.device
+        try:
+            mover = self._packing_mover("changes='on'")
+            with self.heap.lanes.lane("patch"):
+                _pack_once(mover, device)
+                return [
+                    mover.patches(
+                        [(spec.published_offset, spec.numel, spec.dtype.itemsize) for spec in unit.params], device
+                    )
+                    for unit in self.units
+                ]
+        except Exception as error:
+            if self.settings.changes == "on":
+                raise
+            if device_mover(self.mover).packs:
+                _log.warning(
+                    "rank %d: shards are read whole, as none is packed on %s: %s", self.grid.rank, device, error
+                )
+            return []
+
+    def _make_rounding(self) -> Sequence[Rounding] | None:
+        """For each unit; what it takes is compiled before another thread rounds. None where sums cross whole."""
+        if self.rounded is None or not self.keeps_residuals:
+            return self.rounded
+        if not self.heap.lanes.asynchronous:
+            int8.prepare()
+            return self.rounded
+        mover, device = self._packing_mover("sums_dtype='int8'"), self.heap.device
+        with self.heap.lanes.lane("server"):
+            return [
+                mover.rounding([(part.numel, part.at, part.coarse) for part in one.parts], device)
+                for one in self.rounded
+            ]
+
+    def _packing_mover(self, setting: str) -> DeviceMover:
+        """The mover of a device, for what the setting asks for; UnsupportedError if it has no kernels."""
+        mover = device_mover(self.mover)
         if not mover.packs:
             raise UnsupportedError(
-                f"rank {self.grid.rank}: Settings(changes='on') packs shards on {device} by odc's kernels, and "
-                "torch's copies are used; see `odc doctor --need kernels`"
+                f"rank {self.grid.rank}: Settings({setting}) packs on {self.heap.device} by odc's kernels, and torch's "
+                "copies are used; see `odc doctor --need kernels`"
             )
-        with self.heap.lanes.lane("patch"):
-            return [
-                mover.patches(
-                    [(spec.published_offset, spec.numel, spec.dtype.itemsize) for spec in unit.params], device
-                )
-                for unit in self.units
-            ]
+        return mover
 
     def _initialize_mutexes(self, region: str) -> None:
         address, nbytes = self.heap.address(self.grid.me, region), 8 * len(self.heap.words(self.grid.me, region))
@@ -144,13 +179,13 @@ class HeapLayout(Regions):
         Does not wait: returns a mark of lane "server" that is reached when they are there; None if nothing is asked
         for, or all done.
         """
-        rounded, lanes = self.rounded, self.heap.lanes
-        if rounded is None:
+        rounding, lanes = self.rounding, self.heap.lanes
+        if rounding is None:
             return None
         with lanes.lane("server"):
             for unit in units:
                 for row, whole in enumerate(self.node_sums(unit)):
-                    rounded[unit.index].write(whole, self._wire(row, unit))
+                    rounding[unit.index].write(whole, self._wire(row, unit))
             return lanes.mark()
 
     def keep_residuals(self, used: Sequence[bool]) -> None:
@@ -158,9 +193,9 @@ class HeapLayout(Regions):
 
         `used`: for each parameter of all units whether any rank has pushed it. On the main thread.
         """
-        if self.rounded is None or not self.keeps_residuals:
+        if self.rounding is None or not self.keeps_residuals:
             return
-        for unit, one in zip(self.units, self.rounded, strict=True):
+        for unit, one in zip(self.units, self.rounding, strict=True):
             of_unit = used[self.param_base[unit.index] : self.param_base[unit.index + 1]]
             for row, whole in enumerate(self.node_sums(unit) if any(of_unit) else ()):
                 one.keep(whole, self._wire(row, unit), self._residual(row, unit), of_unit)
@@ -168,13 +203,13 @@ class HeapLayout(Regions):
     def clear(self, units: Sequence[UnitSpec]) -> None:
         """Zero this rank's accumulators and `node_sums`; where residuals are kept the sums begin with those instead."""
         accumulators = [self.mine.accumulator(unit) for unit in units]
+        sums = [(row, unit, total) for unit in units for row, total in enumerate(self.node_sums(unit))]
         if not self.keeps_residuals:
-            self.mover.zero(accumulators + [total for unit in units for total in self.node_sums(unit)])
+            self.mover.zero(accumulators + [total for _, _, total in sums])
             return
         self.mover.zero(accumulators)
-        for unit in units:
-            for row, total in enumerate(self.node_sums(unit)):
-                total.copy_(self._residual(row, unit))
+        if sums:
+            self.mover.publish([total for _, _, total in sums], [self._residual(row, unit) for row, unit, _ in sums])
 
     def _wire(self, row: int, unit: UnitSpec) -> torch.Tensor:
         """uint8: the rounded sum for the `row`-th other node."""
@@ -239,3 +274,10 @@ class HeapLayout(Regions):
         for peer in (*self._peers, *self._shares.values()):
             peer.forget()
         self.heap.close()
+
+
+def _pack_once(mover: DeviceMover, device: torch.device) -> None:
+    """Pack one number; raises whatever keeps kernels from that."""
+    place, found = torch.zeros(8, dtype=torch.bfloat16, device=device), torch.zeros(1, dtype=torch.int32, device=device)
+    into = torch.zeros(64, dtype=torch.uint8, device=device)
+    mover.pack([([place[:1]], [place[:1]], [torch.ones(1, device=device)], into)], found)

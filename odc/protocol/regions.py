@@ -30,7 +30,9 @@ WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.flo
 DATA_REGIONS = frozenset(
     {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived", "residual", "landing", "changes"}
 )  # on the heap's device, by the first part of their names; the others are words
-DATA_ACCOUNTS = frozenset({"published", "accumulator", "staging", "cache", "sums"})  # of the ledger: of these regions
+DATA_ACCOUNTS = frozenset(
+    {"published", "accumulator", "staging", "cache", "sums", "changes"}
+)  # of the ledger: of these regions
 # Of regions, by the first part of their names.
 _ACCOUNTS = {"headers": "words", "arrived": "sums", "wire": "sums", "residual": "sums", "landing": "cache"}
 
@@ -66,8 +68,7 @@ class Regions:
         keeps_residuals: whether what rounding takes off a sum is added to the next one.
         wire_at: as `sums_at`, of the sums as they cross.
         says_changes: whether other hosts, and readers outside the job, may read what has changed of a shard instead of
-            the shard; on devices other hosts alone, and only where the settings ask for it, since "auto" has no measure
-            of a kernel's pace.
+            the shard; on devices other hosts alone.
         stages: whether pushes to other ranks of the shard group go through staging slots.
     """
 
@@ -82,13 +83,12 @@ class Regions:
         replicas = len(grid.replica_group)
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
         self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts
-        spans, on = bool(grid.remote) and grid.nodes.shards_span_hosts, settings.changes == "on"
-        self.says_changes = bool(units) and (
-            on and spans if on_device else on or (spans and settings.changes == "auto")
-        )
+        spans = bool(grid.remote) and grid.nodes.shards_span_hosts
+        always = settings.changes == "on" and not on_device
+        self.says_changes = bool(units) and (always or (spans and settings.changes != "off"))
         # Every rank of a host adds to its sums; in CPU memory to the accumulators there as well.
         self.stages = settings.accumulate == "server" and (self._on_device or not self.spans_hosts)
-        _refuse_rounding(self, settings.sums_dtype, on_device)
+        _refuse_rounding(self, settings.sums_dtype)
         self.keeps_residuals = self.spans_hosts and settings.sums_dtype == "int8"
         self.rounded: tuple[RoundedUnit, ...] | None = None
         if self.spans_hosts and settings.sums_dtype != "accumulator":
@@ -203,7 +203,7 @@ def _rounded(unit: UnitSpec, by_parameter: bool) -> RoundedUnit:
     return RoundedUnit([(spec.numel if spec.trained else 0, spec.coarse) for spec in unit.params])
 
 
-def _refuse_rounding(regions: Regions, sums_dtype: str, on_device: bool) -> None:
+def _refuse_rounding(regions: Regions, sums_dtype: str) -> None:
     """Raise `UnsupportedError` where sums cannot be rounded as the settings ask; on one host none cross."""
     if not regions.grid.remote or sums_dtype == "accumulator":
         return
@@ -213,5 +213,3 @@ def _refuse_rounding(regions: Regions, sums_dtype: str, on_device: bool) -> None
     for unit in regions.units:
         if unit.accumulator_dtype == torch.float64:
             raise UnsupportedError(f"{where} would round the fp64 sums of unit {unit.name!r}")
-    if sums_dtype == "int8" and on_device:
-        raise UnsupportedError(f"{where} is for sums in CPU memory; on a device take 'bfloat16'")

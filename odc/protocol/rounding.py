@@ -1,7 +1,8 @@
 """How a host's sum of one unit is rounded where it crosses to another host, and what is left of it here.
 
 With `sums_dtype="int8"` each parameter crosses by itself, in the 8-bit blocks of `odc.movers.int8` if it is coarse, and
-else in bf16. With "bfloat16" the whole sum crosses in bf16.
+else in bf16; on a device kernels do it, which a mover makes of the same `parts`. With "bfloat16" the whole sum crosses
+in bf16.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _ALIGN = 16  # bytes
 
 
 @dataclass(frozen=True)
-class _SumPart:
+class SumPart:
     """Elements [first, first + numel) of a unit's accumulator, which lie `at` bytes in the rounded sum."""
 
     first: int
@@ -62,39 +63,37 @@ class _SumPart:
 
 
 class RoundedUnit:
-    """The rounded sums of one unit, each in `nbytes` bytes of memory.
+    """A `Rounding` by torch and by loops: the rounded sums of one unit, each in `nbytes` bytes of memory.
 
     `params`: for each parameter its elements in the accumulator, one after the other, and whether it is coarse.
     """
 
     def __init__(self, params: Sequence[tuple[int, bool]]) -> None:
-        self._parts = list[_SumPart]()
+        self.parts = list[SumPart]()
         self.numel = self.nbytes = 0
         for numel, coarse in params:
-            part = _SumPart(self.numel, numel, self.nbytes, coarse)
-            self._parts.append(part)
+            part = SumPart(self.numel, numel, self.nbytes, coarse)
+            self.parts.append(part)
             self.numel += numel
             self.nbytes += round_up(part.nbytes, _ALIGN)
 
     def write(self, total: torch.Tensor, memory: torch.Tensor) -> None:
-        """Round a sum, 1-D [numel], into `memory`, uint8 [nbytes]. On a device it does not wait for it."""
-        for part in self._parts:
+        """See `Rounding.write`."""
+        for part in self.parts:
             part.write(total, memory)
 
     def read(self, memory: torch.Tensor) -> torch.Tensor:
-        """1-D [numel]: the sum that lies in `memory`; a view in bf16 where that is all of it, else new, in fp32."""
-        if len(self._parts) == 1 and not self._parts[0].coarse:
-            return self._parts[0].rounded(memory)
+        """See `Rounding.read`."""
+        if len(self.parts) == 1 and not self.parts[0].coarse:
+            return self.parts[0].rounded(memory)
         advise_huge(total := torch.empty(self.numel))  # much of the time would be page faults
-        for part in self._parts:
+        for part in self.parts:
             part.read(memory, total)
         return total
 
     def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor, used: Sequence[bool]) -> None:
-        """Set `residual`, fp32 [numel], to what rounding took off `total`, for the parameters that are `used`: of
-        others no rank reads what has crossed. Where a sum was not finite the residual stays.
-        """
-        for part in itertools.compress(self._parts, used):
+        """See `Rounding.keep`."""
+        for part in itertools.compress(self.parts, used):
             part.keep(total, memory, residual)
 
 

@@ -38,11 +38,6 @@ from odc.settings import Settings
 from odc.worker import Worker
 
 
-def _no_reads(nbytes: int) -> float:
-    """How long a read from another host takes where this rank reads from none: that is not known."""
-    return 0.0
-
-
 class Endpoint:
     """What one member does over a heap that is laid out. A minibatch of it, in order:
 
@@ -79,10 +74,10 @@ class Endpoint:
         self.queue = Queue(protocol, self.heaps) if layout.settings.queue_bytes else None
 
     def _published(self) -> PublishedShards:
-        prefill, seconds = None, _no_reads
+        prefill, times = None, None
         if self._cache is not None:
-            prefill, seconds = self._cache.fill, self._cache.reads.seconds
-        return PublishedShards(self.protocol, prefill, changes_of(self.protocol, seconds))
+            prefill, times = self._cache.fill, self._cache.reads
+        return PublishedShards(self.protocol, prefill, changes_of(self.protocol, times))
 
     def _reduction(self, ahead: Worker, links: Links | None) -> Reduction:
         if self.layout.spans_hosts:

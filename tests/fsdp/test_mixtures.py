@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import next_token_loss, own_gradients, own_parameters, reduced_exactly, tokens
-from support.on_ranks import on_ranks
+from support.on_ranks import on_hosts, on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new
 from support.ranks import Pools
 
@@ -232,3 +232,22 @@ def test_epochs_that_part_are_refused(rank: int, world: int) -> None:
 
     with pytest.raises(OdcError, match="rank 1" if rank == 0 else "rank 0 closed that epoch"):
         train()
+
+
+@pytest.mark.parametrize("changes", ["off", "on"])
+@on_hosts(2, 1)
+def test_epochs_that_part_are_refused_over_hosts(rank: int, world: int, changes: Any) -> None:
+    """Rank 0 learns of it sooner, in `publish()`: it waits there until the other host has read its sums."""
+    model, _ = new(fully_shard, settings=Settings(timeout_s=10.0, changes=changes))
+
+    def part() -> None:
+        if rank == 0:
+            with torch.no_grad():
+                model(tokens(rank, 0, 0))
+            model.publish()
+            pytest.fail("the next epoch has begun")
+        for _ in range(2):
+            backward(model, rank, 0)
+
+    with pytest.raises(OdcError, match="rank 1 trained in epoch 1, but rank 0 closed that epoch"):
+        part()

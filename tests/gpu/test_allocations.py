@@ -6,6 +6,7 @@ An allocation may wait for every kernel that runs on the device, and so hold up 
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ def allocated(rank: int, world: int, settings: Settings) -> tuple[dict[str, int]
     def minibatch(step: int) -> None:
         kept = []  # so that parameters and gradients lie elsewhere in every minibatch
         with model.minibatch():
-            for _ in range(1 + (rank + step) % 2):
+            for i in range(count := 1 + (rank + step) % 2):
+                model.set_is_last_backward(i == count - 1)  # sums leave for other hosts then
                 kept.append(torch.empty(1000 * (step + 1), device=device))
                 model(torch.randn(8, 96, device=device)).square().mean().backward()
         if settings.changes == "on":
@@ -48,15 +50,23 @@ def allocated(rank: int, world: int, settings: Settings) -> tuple[dict[str, int]
         model.zero_grad()
 
     minibatch(0)
+    rounds = settings.sums_dtype == "int8"
     torch.cuda.synchronize()
     MEMORY._record_memory_history(enabled="all", context="alloc", stacks="python", max_entries=100_000)
-    patched = list[int]()
-    real = HeapLayout.patch
+    patched, rounded = list[int](), list[bool]()
+    real, real_rounding = HeapLayout.patch, HeapLayout.round_sums
+    main = threading.get_ident()
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(HeapLayout, "patch", lambda *args: (patched.append(1), real(*args))[1])
+        patches.setattr(
+            HeapLayout,
+            "round_sums",
+            lambda *args: (rounded.append(threading.get_ident() != main), real_rounding(*args))[1],
+        )
         for step in (1, 2, 3):
             minibatch(step)
     assert bool(patched) == (settings.changes == "on"), "no changes were applied"
+    assert any(rounded) or not rounds, "no sum was rounded on a thread"
     torch.cuda.synchronize()
     traces = MEMORY._snapshot()["device_traces"]
     MEMORY._record_memory_history(enabled=None)
@@ -71,11 +81,12 @@ def allocated(rank: int, world: int, settings: Settings) -> tuple[dict[str, int]
     return found, made
 
 
-def test_no_thread_allocates_for_changes_from_other_hosts(request: Any) -> None:
+@pytest.mark.parametrize("settings", [{"changes": "on"}, {"sums_dtype": "int8"}])
+def test_no_thread_allocates_for_what_crosses_to_other_hosts(request: Any, settings: dict[str, Any]) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
     pool = request.getfixturevalue("host_ranks")(2, 1)
-    for found, made in pool.run(allocated, Settings(timeout_s=120.0, changes="on"), timeout=240):
+    for found, made in pool.run(allocated, Settings(timeout_s=120.0, **settings), timeout=240):
         assert made > 20, "the training thread allocates: it is seen"
         assert not found, found
 

@@ -19,7 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc import Settings, fully_shard
+from odc.errors import AbandonedMinibatchError, UnsupportedError
 from odc.fsdp import live_roots
+from odc.hosts.changes import ShardReads
 from odc.net.engines import staging
 from odc.protocol import HeapLayout, UnitSpec, Word
 
@@ -52,7 +54,8 @@ def same(
     )  # fmt: skip
     layouts = [root.layout for root in live_roots()]
     saved = sum(layout.local(member).board.load(Word.SAVED) for layout in layouts for member in layout.grid.local)
-    assert (saved > 0) == (settings.changes == "on"), f"{saved} bytes did not have to cross"
+    if settings.changes == "on" or settings.kernels == "torch":
+        assert (saved > 0) == (settings.changes == "on"), f"{saved} bytes did not have to cross"
     for root in live_roots():
         root.shut_down()
     flat = shape if sharding == "mesh" else (world,)
@@ -108,11 +111,14 @@ def same_by_changes(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(HeapLayout, "patch", note)
+        if settings.changes == "auto":  # so small a model says nothing of the link
+            patched.setattr(ShardReads, "seconds", lambda self, nbytes: 1.0 * nbytes)
         same(rank, world, counts, settings, shape, "mesh", compute)
     return len(applied)
 
 
 CHANGES = {
+    "auto": Settings(timeout_s=120.0, copy_engine_bytes=1, check_protocol=True),
     "on": Settings(timeout_s=120.0, copy_engine_bytes=1, changes="on", check_protocol=True),
     "inline": Settings(
         timeout_s=120.0, copy_engine_bytes=1, changes="on", second_buffer=True, prefetch=0, push_overlap=False
@@ -121,7 +127,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("hosts", "per_host", "settings"), [(2, 1, "on"), (2, 2, "on"), (2, 2, "inline"), (3, 1, "on")]
+    ("hosts", "per_host", "settings"), [(2, 1, "on"), (2, 2, "on"), (2, 2, "inline"), (3, 1, "on"), (2, 1, "auto")]
 )
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 def test_changes_equal_fsdp2(
@@ -207,3 +213,76 @@ def sums_in_backward(rank: int, world: int, sums_dtype: Any) -> int:
 def test_sums_cross_while_backward_goes_on(pools: HostPools, sums_dtype: str) -> None:
     changed = sum(pools(2, 2).run(sums_in_backward, sums_dtype, timeout=240))
     assert bool(changed) == (sums_dtype == "bfloat16")
+
+
+INT8 = Settings(timeout_s=120.0, copy_engine_bytes=1, sums_dtype="int8")
+
+
+def int8_gradients(rank: int, world: int, kind: str) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+    """Gradients of four minibatches, the second of which is abandoned first; and in which of them the last layer's sums
+    came while the first layer's backward waited for them. What ranks push are whole numbers.
+    """
+    device = own_device(int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+    model, mesh = Exact().to(device), init_device_mesh(kind, (world,))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, settings=INT8)
+    waited, found = await_sums_in_backward(model), list[dict[str, torch.Tensor]]()
+
+    def minibatch(step: int, give_up: bool) -> None:
+        with model.minibatch():
+            model.set_is_last_backward(True)
+            (model(batch(rank, step, 0).to(device)) * 57.0).sum().backward()
+            if give_up:
+                model.abandon_minibatch("a sample cannot be read")
+
+    for step in range(4):
+        if step == 1:
+            with pytest.raises(AbandonedMinibatchError):
+                minibatch(step, rank == 0)
+        minibatch(step, False)
+        found.append(
+            {name: one.grad.to_local().cpu() for name, one in model.named_parameters() if one.grad is not None}
+        )
+        model.zero_grad()
+    for root in live_roots():
+        root.shut_down()
+    return found, waited
+
+
+def as_on_the_cpu(rank: int, world: int) -> int:
+    """How many numbers rounding has changed. Where ranks of a host add to what a residual has left, their order may
+    decide between two codes; else gradients are the same bits.
+    """
+    staging.CHUNK_BYTES = 512
+    (ours, waited), (theirs, _) = (int8_gradients(rank, world, kind) for kind in ("cuda", "cpu"))
+    assert len(waited) >= 4
+    changed = 0
+    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert mine.keys() == other.keys()
+        for name, one in mine.items():
+            apart = (one - other[name]).abs()
+            assert not apart.any() or (world > 2 and step), f"rank {rank}, step {step}: {name}"
+            if one.numel():
+                assert apart.max() <= 1.1 * (2 * world * one.abs().max() / 127) / world, f"rank {rank}: {name}"
+            changed += int((one * world != (one * world).round()).sum())
+    return changed
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_int8_sums_are_those_of_the_cpu(pools: HostPools, per_host: int) -> None:
+    """Rounded and read by kernels while backward goes on, with what the minibatches before have left."""
+    assert min(pools(2, per_host).run(as_on_the_cpu, timeout=240)) > 100
+
+
+def refused_without_kernels(rank: int, world: int) -> None:
+    device = own_device(int(os.environ["LOCAL_RANK"]))
+    settings = Settings(timeout_s=120.0, sums_dtype="int8", kernels="torch")
+    model = fully_shard(Exact().to(device), mesh=init_device_mesh("cuda", (world,)), settings=settings)
+    with pytest.raises(
+        UnsupportedError, match=f"rank {rank}: .*'int8'.* by odc's kernels, and torch's copies are used"
+    ):
+        model(batch(rank, 0, 0).to(device))
+
+
+def test_int8_sums_need_kernels(pools: HostPools) -> None:
+    pools(2, 1).run(refused_without_kernels, timeout=240)

@@ -117,7 +117,7 @@ def test_hosts_equal_fsdp2(pools: HostPools, per_host: int, settings: Settings) 
     found = pools(2, per_host).run(same, COUNTS[world], settings, timeout=240)
     assert all(one["sockets"] == 0 for one in found)
     assert sum(one["nvshmem"] for one in found) > 10_000
-    assert (sum(one["saved"] for one in found) > 0) == (settings is CHANGES)
+    assert sum(one["saved"] for one in found) > 0, "what has not changed is read once"
 
 
 def step(rank: int, world: int, settings: Settings, mesh: DeviceMesh | None = None) -> Exact:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from support.spread import HOSTS, Spread
 
 from odc.errors import OdcError, UnsupportedError
 from odc.movers import changes
-from odc.protocol import Word, regions
+from odc.protocol import HeapLayout, Word, regions
 from odc.protocol.changes import WHOLE, PublishedChanges
 from odc.protocol.words import VersionWord
 from odc.settings import Settings
@@ -130,14 +131,14 @@ def test_only_changes_cross_after_the_first_time(late: bool, second_buffer: bool
 @on_devices
 def test_what_has_not_changed_does_not_cross(late: bool) -> None:
     weights = Weights()
-    with two_hosts(late, changes="on" if late else "auto") as spread:
+    with two_hosts(late, changes="auto") as spread:
         for step in range(3):
             weights.publish(spread)
             for me in range(4):
                 for unit in range(3):
                     weights.expect(spread, me, unit)
             nbytes = crossed(spread)
-            assert step == 0 or (0.6 if late else 1) * 4 * 120_000 <= nbytes <= 4 * 120_000, "unit 1 alone is trained"
+            assert step == 0 or 0.6 * 4 * 120_000 <= nbytes <= 4 * 120_000, "unit 1 alone is trained"
             weights.step(1e-3, step, units=(1,))
 
 
@@ -282,11 +283,94 @@ def test_changes_are_packed_where_the_link_is_slower(seconds: float, packed: boo
         assert (versions.load(VersionWord.PACKED) != WHOLE) == packed
 
 
+class Times(NamedTuple):
+    """As `ReadTimes`."""
+
+    second_a_byte: float
+    applied: float
+
+    def seconds(self, nbytes: int) -> float:
+        return nbytes * self.second_a_byte
+
+    def patching(self, unit: int) -> float:
+        return self.applied
+
+
+@pytest.mark.parametrize(
+    ("times", "read"),
+    [
+        (Times(0.0, 0.0), [False] * 9),  # nothing is known of the link
+        (Times(1.0, 0.0), [True] * 9),
+        (Times(1.0, 1.1 * WHOLE_BYTES), [False] * 6 + [True, False, False]),  # what it takes is measured again
+    ],
+)
+def test_on_a_device_changes_are_read_where_that_and_a_patch_are_faster(times: Times, read: list[bool]) -> None:
+    """By what this rank has measured of its own reads."""
+    weights, found = Weights(), list[bool]()
+    with two_hosts(True, changes="auto") as spread:
+        for member in spread.group.members:
+            member.shards._changes._times = times  # type: ignore[union-attr]
+        versions = spread.group.layouts[0].mine.versions(spread.group.units[0])
+        for step in range(10):
+            weights.publish(spread)
+            weights.expect(spread, 0, 0)
+            weights.step(1e-5, step)
+            found.append(versions.load(VersionWord.PACKED) != WHOLE)
+    assert found == [False, *read]
+
+
+def test_what_a_patch_takes_is_measured_as_it_settles() -> None:
+    weights = Weights()
+    with two_hosts(True) as spread:
+        reads, patch = spread.caches[0].reads, HeapLayout.patch
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(HeapLayout, "patch", lambda *args: (time.sleep(0.05), patch(*args))[1])
+            for step in range(2):
+                assert reads.patching(0) == 0.0
+                weights.publish(spread)
+                weights.expect(spread, 0, 0)
+                weights.step(1e-5, step)
+        assert 0.05 <= reads.patching(0) < 10 and not reads.patching(1)
+
+
+def test_on_a_device_without_kernels_auto_reads_whole_shards(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also those of ranks that pack: the layout of the heaps is the same, whatever moves data on a rank."""
+    weights, packs = Weights(), [False, False, True, True]
+    with two_hosts(True, changes="auto") as spread:
+        for layout, some in zip(spread.group.layouts, packs, strict=True):
+            layout.applies_changes = some
+        for member in spread.group.members:
+            member.shards._changes._times = Times(1.0, 0.0)  # type: ignore[union-attr]
+        for step in range(3):
+            weights.publish(spread)
+            for me, layout in enumerate(spread.group.layouts):
+                weights.expect(spread, me, 0)
+                assert (layout.mine.versions(spread.group.units[0]).load(VersionWord.PACKED) != WHOLE) == (
+                    bool(step) and packs[me]
+                )
+            assert crossed(spread) == 4 * WHOLE_BYTES, "none can apply what others pack, or packs for others"
+            weights.step(1e-5, step)
+
+    def fails(*unused: object) -> None:
+        raise RuntimeError("no such instruction")
+
+    caplog.clear()
+    for name, value, warnings in (("packs", False, 0), ("pack", fails, 4)):
+        with monkeypatch.context() as patch:
+            patch.setattr(DeferredMover, name, value)
+            with two_hosts(True, changes="auto") as spread:
+                assert spread.group.layouts[0].says_changes and not spread.group.layouts[0].applies_changes
+        assert len(caplog.records) == warnings
+    assert "shards are read whole, as none is packed on cpu: no such instruction" in caplog.text
+
+
 @pytest.mark.parametrize("second_buffer", [False, True])
 def test_on_a_device_publishing_waits_once_for_shards_and_sizes_and_a_patch_once(second_buffer: bool) -> None:
     """Without changes it waits once, too."""
     weights, waits = Weights(), dict[str, list[int]]()
-    for how in ("on", "off"):
+    for how in ("on", "auto", "off"):
         with two_hosts(True, changes=how, second_buffer=second_buffer) as spread:
             layout = spread.group.layouts[0]
             lanes = layout.heap.lanes
@@ -304,7 +388,7 @@ def test_on_a_device_publishing_waits_once_for_shards_and_sizes_and_a_patch_once
                 if step and how == "on":
                     assert lanes.settled - before == 2 + 1, "a patch each of two shards, and the test's"
                 weights.step(1e-5, step)
-    assert waits == {"on": [1, 1, 1], "off": [1, 1, 1]}
+    assert waits == {key: [1, 1, 1] for key in ("on", "auto", "off")}
 
 
 @pytest.mark.parametrize("skipped", ["HeapLayout.patch", "PublishedShards.publish"])
@@ -350,14 +434,14 @@ def test_on_a_device_changes_come_into_a_landing_at_once(monkeypatch: pytest.Mon
                 landings = {layout.landing(i).data_ptr() for i in range(2)}
                 assert {one.data_ptr() for one in into} == landings and len(into) == 2, "of two owners"
             weights.step(1e-5, step)
-    with two_hosts(True, changes="auto") as spread:
+    with two_hosts(True, changes="off") as spread:
         assert not spread.group.layouts[0].says_changes and spread.group.layouts[0].landing_bytes == 1024
 
 
 def test_on_a_device_without_kernels_changes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeferredMover, "packs", False)
     late_heaps(monkeypatch)
-    with pytest.raises(UnsupportedError, match=r"Settings\(changes='on'\) packs shards on cpu by odc's kernels"):
+    with pytest.raises(UnsupportedError, match=r"Settings\(changes='on'\) packs on cpu by odc's kernels"):
         Spread(changes="on")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.deferred import late_heaps
+from support.deferred import DeferredMover, late_heaps
 from support.linked import HOSTS
 from support.members import BF16, F32, HeapGroup
 from support.spread import Spread
@@ -85,7 +85,9 @@ class Sums:
         for unit in self.units:
             came = torch.zeros(unit.numel)
             if used[unit.index]:
-                came += self.spread.group.members[OWNER].reduction.parts(unit)[1]
+                part = self.spread.group.members[OWNER].reduction.parts(unit)[1]
+                self.spread.group.layouts[OWNER].heap.lanes.settle()
+                came += part
             for i, spec in enumerate(unit.params):  # what the owner reads
                 if (unit.index, i) not in self._used:
                     came[spec.accumulator_offset : spec.accumulator_offset + spec.numel] = 0
@@ -99,8 +101,11 @@ class Sums:
         return (self.arrived[unit] - self.pushed[unit]).abs()
 
 
-@pytest.fixture
-def sums() -> Iterator[Sums]:
+@pytest.fixture(params=["in CPU memory", "on a device"])
+def sums(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sums]:
+    """On a device everything is done late, and is the same."""
+    if request.param == "on a device":
+        late_heaps(monkeypatch, atomic=True)
     made = Sums()
     yield made
     made.spread.close()
@@ -281,5 +286,6 @@ def test_what_cannot_be_sent_as_int8_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UnsupportedError, match="'int8'.* is for a mesh whose shards lie on several hosts"):
         HeapGroup(LAYOUT, 2, replicas=2, hosts=HOSTS, settings=settings)
     late_heaps(monkeypatch, atomic=True)
-    with pytest.raises(UnsupportedError, match="rank 10: .*'int8'.* is for sums in CPU memory; .* 'bfloat16'"):
+    monkeypatch.setattr(DeferredMover, "packs", False)
+    with pytest.raises(UnsupportedError, match="rank 10: .*'int8'.* by odc's kernels, and torch's copies are used"):
         HeapGroup(LAYOUT, 4, hosts=HOSTS, settings=settings)

@@ -28,6 +28,7 @@ COPIES = (
 )
 COMPARES = ("differ-cast", "differ-same")
 CHANGES = ("pack-cast", "pack-same", "pack-wide", "patch")
+ROUNDS = ("round", "unround", "keep")
 ADDS = ("add-bf16", "add-fp64", "accumulate-alone", "accumulate-bf16", "accumulate-fp32", "accumulate-fp64")
 NUMBERS = ("fp64", "fp32", "fp16", "bf16")
 EVERY_TYPE = {
@@ -72,7 +73,7 @@ def built(target: int, which: Literal["first", "others"] = "first") -> dict[str,
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_becomes_machine_code_for_any_argument_without_local_memory(target: int) -> None:
-    assert built(target).keys() == {*COPIES, *ADDS, *COMPARES, *CHANGES}
+    assert built(target).keys() == {*COPIES, *ADDS, *COMPARES, *CHANGES, *ROUNDS}
     becomes_good_machine_code(built(target))
     assert not [name for name, one in built(target).items() if one["linked"] or one["calls"]]
 
@@ -139,6 +140,19 @@ def test_changes_take_16_bytes_at_a_time_and_one_atomic_addition_of_a_program(ta
         atomics = {name: count for name, count in found.items() if name.startswith(("atom", "red"))}
         assert atomics == ({} if kernel == "patch" else {"atom.global.gpu.relaxed.add.u32": 1}), f"{kernel}: {found}"
         assert facts(target)[kernel]["shared"] <= 16 << 10, "of 227 KiB, for prefix sums and codes of eight words"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sums_are_rounded_with_the_arithmetic_of_the_cpu(target: int) -> None:
+    """Each operation rounds to nearest by itself, and nothing subnormal is flushed; 16 bytes are moved at a time."""
+    exact = {"round": {"div", "mul", "add"}, "unround": {"mul"}, "keep": {"mul", "sub"}}
+    for kernel, operations in exact.items():
+        one = facts(target)[kernel]
+        found = {name.removesuffix("x2") for name in one["arithmetic"]}  # Blackwell's take two numbers at once
+        assert found == {f"{name}.rn.f32" for name in operations}, f"{kernel}: {one['arithmetic']}"
+        wide = {name: count for name, count in one["accesses"].items() if name.endswith("v4.b32")}
+        assert wide["st.global.v4.b32"] >= 4 and wide["ld.global.v4.b32"] >= 4, f"{kernel}: {wide}"
+        assert one["shared"] <= 4096, "of 227 KiB: what 16 bytes of 2-byte elements change threads through"
 
 
 @pytest.mark.parametrize("target", TARGETS)

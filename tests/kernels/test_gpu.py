@@ -14,8 +14,16 @@ import pytest
 import torch
 from support.device import device_work, no_waits
 from support.kernel_heaps import numbers, same_bits, whole_numbers
-from support.kernel_references import accumulate_reference, add_reference, gather_reference, publish_reference
+from support.kernel_references import (
+    accumulate_reference,
+    add_reference,
+    gather_reference,
+    params_of,
+    publish_reference,
+)
 from support.on_ranks import on_interpreted_ranks
+
+from odc.protocol.rounding import RoundedUnit
 
 pytest.importorskip("triton", reason="needs triton: pip install 'odc-fsdp[kernels]'")
 
@@ -118,12 +126,36 @@ def puts_and_signals(device: torch.device, numel: int) -> None:
         assert int(word[0]) == i and int(arrived) == 0
 
 
+def rounds_sums(device: torch.device, numel: int) -> None:
+    """To the bytes of the CPU's loops, with infinities, and what is subnormal beside it and as it is rounded."""
+    from odc.kernels import RoundingPlan
+
+    one = RoundedUnit([(numel, True), (1001, False), (300, True), (0, True), (77, False)])
+    plan = RoundingPlan(params_of(one), device)
+    for shift, power in ((0, 0), (1, -38), (2, 30)):
+        total = numbers(numel, one.numel + shift, F32)[shift:] * 10.0**power
+        total[[5, 400]] = torch.tensor([torch.inf, 1e-41])
+        memory, expected = (torch.zeros(one.nbytes, dtype=torch.uint8) for _ in range(2))
+        left, kept = (numbers(7, one.numel, F32) for _ in range(2))
+        there, rounded, residual = torch.zeros(shift + one.numel, device=device), memory.to(device), kept.to(device)
+        there[shift:] = total.to(device)
+        plan.write(there[shift:], rounded)
+        plan.keep(there[shift:], rounded, residual, [True, True, False, True, True])
+        one.write(total, expected)
+        one.keep(total, expected, left, [True, True, False, True, True])
+        what = f"from element {shift}, times 10^{power}"
+        assert torch.equal(rounded.cpu(), expected), what
+        assert torch.equal(plan.read(rounded).cpu().nan_to_num(7.0), one.read(expected).nan_to_num(7.0)), what
+        assert same_bits(residual.cpu(), left), what
+
+
 #: What a device gets, and what the interpreter.
 BODIES: dict[str, tuple[Callable[..., None], tuple[object, ...], tuple[object, ...]]] = {
     "shares": (moves_any_share, ([1, 15, 16, 4096, 8191, 50_001], (0, 0), (1, 0), (0, 3), (8, 8)), ([17], (1, 3))),
     "conversions": (converts_every_number, (1 << 24,), (1 << 10,)),
     "units": (gathers_units, (1001,), (9,)),
     "words": (puts_and_signals, (1_000_000,), (50,)),
+    "rounded sums": (rounds_sums, (1_000_003,), (1000,)),
 }
 
 
@@ -224,7 +256,12 @@ def test_moves_never_wait_for_the_device_and_take_few_launches(cuda: torch.devic
     outs = [torch.zeros(shards * n, device=cuda) for n in numels]
     found = torch.zeros(len(places), dtype=torch.int32, device=cuda)
     large = 2 if 4 * numels[0] >= 1 << 20 else 0
+    unit = RoundedUnit([(numels[0], True), (numels[1], False), (numels[2], True)])
+    rounding, crossing = mover.rounding(params_of(unit), cuda), torch.zeros(unit.nbytes, dtype=torch.uint8, device=cuda)
     calls = {
+        "round": (lambda: rounding.write(sums[0], crossing), 1, 0),
+        "unround": (lambda: rounding.read(crossing), 1, 0),
+        "keep": (lambda: rounding.keep(sums[0], crossing, sums[1], [True, False, True]), 1, 0),
         "publish": (lambda: mover.publish(places, parts), 1, 0),
         "gather": (
             lambda: mover.gather(outs, offsets, shards, [(1, memory[1]), (0, memory[0])]),

@@ -41,6 +41,7 @@ from odc.kernels.pack import elements_of_tile, pack_kernel
 from odc.kernels.patch import patch_kernel
 from odc.kernels.publish import publish_kernel
 from odc.kernels.put import put_kernel
+from odc.kernels.round import BLOCK, keep_kernel, round_kernel, unround_kernel
 
 #: Types of the kernels' arguments by name; what is not here is an int64.
 TYPES = {
@@ -91,6 +92,10 @@ def first() -> Iterator[Variant]:
     yield "pack-same", pack_kernel, pack_tile(tl.int16, tl.int16)
     yield "pack-wide", pack_kernel, pack_tile(tl.int32, tl.int32)
     yield "patch", patch_kernel, {"WORD": tl.int16}
+    blocks = {"BLOCKS": TILE_BYTES // 4 // BLOCK}
+    yield "round", round_kernel, blocks
+    yield "unround", unround_kernel, blocks
+    yield "keep", keep_kernel, blocks
 
 
 def others(library: str | None) -> Iterator[Variant]:
@@ -146,6 +151,7 @@ def compiled(kernel: Any, constants: dict[str, Any], capability: int, library: s
         "linked": "nvshmemi_device_state_d" in ptx,
         "library": Path(library).name if library and constants.get("NVSHMEM") else "",
         "counts_behind_barrier": "st.global" not in ptx.partition("acq_rel")[0].rpartition("bar.sync")[2],
+        "arithmetic": Counter(re.findall(r"\b((?:add|sub|mul|div|fma|rcp|max)\.[.\w]*f32\w*)", ptx)),
         "undefined": re.findall(r"\.extern \.func .*?(\w+)\s*\n?\s*\(", ptx),
     }
 

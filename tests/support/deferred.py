@@ -21,8 +21,9 @@ import torch
 from odc.memory import shm
 from odc.movers import cpu
 from odc.movers.cuda import CudaMover
-from odc.movers.patches import PackedUnit
+from odc.movers.plans import PackedUnit
 from odc.protocol import Gradient, layout
+from odc.protocol.rounding import RoundedUnit
 from support import change_tiles
 from support.members import HeapGroup
 
@@ -153,6 +154,9 @@ class DeferredMover:
     def patches(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> LatePatches:
         return LatePatches(self._lanes, params)
 
+    def rounding(self, params: Sequence[tuple[int, int, bool]], device: torch.device) -> LateRounding:
+        return LateRounding(self._lanes, params)
+
     def accumulate_all(
         self,
         values: Sequence[torch.Tensor],
@@ -199,6 +203,24 @@ class LatePatches:
     def run(self, shard: torch.Tensor, packed: torch.Tensor) -> None:
         params = [shard[begin:end].view(change_tiles.OF_SIZE[size]) for begin, end, _, size in self._spans]
         self._lanes.ask(lambda: change_tiles.patch(params, packed))
+
+
+class LateRounding:
+    """As `Rounding`, later."""
+
+    def __init__(self, lanes: Asked, params: Sequence[tuple[int, int, bool]]) -> None:
+        self._lanes, self._unit = lanes, RoundedUnit([(numel, coarse) for numel, _, coarse in params])
+
+    def write(self, total: torch.Tensor, memory: torch.Tensor) -> None:
+        self._lanes.ask(lambda: self._unit.write(total, memory))
+
+    def read(self, memory: torch.Tensor) -> torch.Tensor:
+        found = torch.full((self._unit.numel,), 777.0)
+        self._lanes.ask(lambda: found.copy_(self._unit.read(memory)))  # type: ignore[arg-type,return-value]
+        return found
+
+    def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor, used: Sequence[bool]) -> None:
+        self._lanes.ask(lambda: self._unit.keep(total, memory, residual, used))
 
 
 def late_heaps(patch: pytest.MonkeyPatch, *, atomic: bool = False) -> list[DeferredLanes]:

@@ -9,6 +9,7 @@ import torch
 
 if TYPE_CHECKING:
     from odc.kernels import Signal
+    from odc.protocol.rounding import RoundedUnit
 
 
 def accumulate_reference(
@@ -75,3 +76,8 @@ def put_reference(
         offset += value.nbytes
     if signal is not None and any(value.numel() for value in values):
         peers[peer][signal.offset : signal.offset + 8].view(torch.int64).fill_(signal.value)
+
+
+def params_of(unit: RoundedUnit) -> list[tuple[int, int, bool]]:
+    """What `odc.kernels.RoundingPlan` takes of a unit, which is what it is held against."""
+    return [(part.numel, part.at, part.coarse) for part in unit.parts]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from odc.movers.compiled import CompiledMover
-from odc.movers.patches import Patches
+from odc.movers.plans import Patches, Rounding
 from support.triton_driver import StandInDriver, StandInUtils, use
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -44,12 +44,21 @@ def no_copies(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) -> No
 
 
 def minibatch(
-    mover: CompiledMover, dtypes: list[torch.dtype], total: torch.dtype, atomic: bool, patches: list[Patches]
+    mover: CompiledMover,
+    dtypes: list[torch.dtype],
+    total: torch.dtype,
+    atomic: bool,
+    patches: list[Patches],
+    rounding: Rounding,
 ) -> None:
     """What odc's threads ask for, of units of every kind: large, small, of one dtype, mixed, with short gradients."""
     shards, sums = 2, torch.zeros(1 << 16, dtype=total)
     for one in patches:
         one.run(torch.zeros(1 << 16, dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.uint8))
+    rounded, whole = torch.zeros(1 << 16, dtype=torch.uint8), torch.zeros(1 << 14)
+    rounding.write(whole, rounded)
+    rounding.read(rounded)
+    rounding.keep(whole, rounded, whole, [True, False, True])
     for numel in (3, 16, 5000):
         for unit in ([dtype] for dtype in dtypes), [dtypes], [dtypes[::-1]]:
             for kinds in unit:
@@ -78,8 +87,11 @@ def main() -> None:
             sizes = [[(16, 2)], [(5000, 4)], [(3, 8), (40, 1)]]  # elements and their bytes, by unit
             units = [[(8192 * i, *size) for i, size in enumerate(unit)] for unit in sizes]
             patches: list[Patches] = [mover.patches(unit, torch.device("cpu")) for unit in units]
+            rounding = mover.rounding([(5000, 0, True), (40, 5200, False), (3, 5280, True)], torch.device("cpu"))
             name = f"odc-{total}-{least}"
-            thread = threading.Thread(target=minibatch, args=(mover, dtypes, total, atomic, patches), name=name)
+            thread = threading.Thread(
+                target=minibatch, args=(mover, dtypes, total, atomic, patches, rounding), name=name
+            )
             thread.start()
             thread.join()
     others = [name for name in launched if name.startswith("odc-")]

@@ -98,7 +98,7 @@ class Spread:
             self.workers.append(Worker("odc-ahead"))
             heaps = RemoteHeaps("group", engine, member.protocol)  # type: ignore[arg-type]
             self.caches.append(NodeCache(member.protocol, heaps, self.workers[-1]))
-            changes = changes_of(member.protocol, self.caches[-1].reads.seconds)
+            changes = changes_of(member.protocol, self.caches[-1].reads)
             member.shards = PublishedShards(member.protocol, self.caches[-1].fill, changes)
             self.engines.append(engine)
             self.heaps.append(heaps)

@@ -1,0 +1,38 @@
+"""What movers make for one unit and keep: how its changes are applied, and how its sums are rounded; for devices, by
+kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+#: Of a unit, by parameter: where its shard is published, the version before, which may lie in the same place, and the
+#: shard; then the memory for what has changed.
+PackedUnit = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor]
+
+
+class Patches(Protocol):
+    """Applies what `DeviceMover.pack` has written. `directory_bytes`: those of the changes before the records."""
+
+    directory_bytes: int
+
+    def run(self, shard: torch.Tensor, packed: torch.Tensor) -> None:
+        """Patch `shard` in place by `packed`, both uint8; on any thread."""
+
+
+class Rounding(Protocol):
+    """How the sums of a unit are rounded where they cross to another host. On a device no call waits for it."""
+
+    def write(self, total: torch.Tensor, memory: torch.Tensor) -> None:
+        """Round a sum, 1-D [numel], into `memory`, uint8 [nbytes]; on any thread."""
+
+    def read(self, memory: torch.Tensor) -> torch.Tensor:
+        """1-D [numel]: the sum that lies in `memory`; a view in bf16 where that is all of it, else new, in fp32."""
+
+    def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor, used: Sequence[bool]) -> None:
+        """Set `residual`, fp32 [numel], to what rounding took off `total`, for the parameters that are `used`: of
+        others no rank reads what has crossed. Where a sum was not finite the residual stays.
+        """
