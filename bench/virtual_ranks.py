@@ -53,7 +53,7 @@ class Costs:
 class VirtualMover:
     """A `DeviceMover` that moves nothing: it spends the host's time and asks the lanes for the device's."""
 
-    atomic = True
+    atomic, packs = True, False
 
     def __init__(self, time: VirtualTime, lanes: VirtualLanes, costs: Costs, host: Callable[[float], None]) -> None:
         self._time, self._lanes, self._costs, self._host = time, lanes, costs, host

@@ -39,8 +39,8 @@ def read_groups(
             raise ValueError(f"not exported: {', '.join(unknown)}")
         shapes = {name: one for name, one in shapes.items() if name in names}
     groups = _groups_of(shapes, nbytes)
-    most, device = max(map(_bytes_of, groups), default=0), torch.device(device)
-    rooms = [torch.empty(most, dtype=torch.uint8, device=device) for _ in groups[:2]]
+    device, most = torch.device(device), [max(map(_bytes_of, groups[i::2])) for i in range(min(2, len(groups)))]
+    rooms = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in most]
     worker = Worker("odc-reader")
 
     def begin(number: int) -> Job[dict[str, torch.Tensor]]:
@@ -65,7 +65,13 @@ def read_groups(
 
 
 def _read(reader: Reader, into: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    found, tensors = reader.read(into, at_least=version)
+    try:
+        found, tensors = reader.read(into, at_least=version)
+    except BaseException:
+        for device in {reader.device, *(tensor.device for tensor in into.values())}:
+            if device.type == "cuda":  # copies may be under way into rooms that are given back now
+                torch.cuda.current_stream(device).synchronize()
+        raise
     if found != version:
         raise StaleVersionError(f"version {found} was published while version {version} was read in groups")
     return tensors

@@ -14,7 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from odc.errors import ConfigError, OdcError
+from odc.fsdp import default_store, root_of
 from odc.handover import version, weight_handle
+from odc.net import Mailbox
 
 
 def serves(args: Any) -> bool:
@@ -66,6 +68,7 @@ class ServerWeights:
     def __init__(self, model: Any, generation: Any) -> None:
         self._model, self._generation = model, generation
         self._handle = ""  # by which the server reads
+        self._mail: tuple[Any, Mailbox] | None = None  # and the store by which it goes
 
     def __call__(self) -> None:
         self._model.publish()
@@ -75,12 +78,26 @@ class ServerWeights:
                 self._read(self._generation.vllm_client)
             except Exception as error:
                 cause = error
-        refused = [None if cause is None else f"{type(cause).__name__}: {cause}"]
-        dist.broadcast_object_list(refused)  # a rank that went on before could publish the next version
+        refused = self._agree("" if cause is None else f"{type(cause).__name__}: {cause}")
         if cause is not None:
             raise cause
-        if refused[0] is not None:
-            raise OdcError(f"rank {dist.get_rank()}: the vLLM server has not read the weights: {refused[0]}")
+        if refused:
+            raise OdcError(f"rank {dist.get_rank()}: the vLLM server has not read the weights: {refused}")
+
+    def _agree(self, refused: str) -> str:
+        """What rank 0 gives, on every rank: one that went on before could publish the next version. By the store, as a
+        collective of NCCL would occupy the devices that the server reads meanwhile.
+        """
+        store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
+        if self._mail is None or self._mail[0] is not store:  # a job that goes on after a death has another
+            timeout_s = root_of(self._model).layout.settings.timeout_s
+            self._mail = store, Mailbox(store, range(world), rank, timeout_s, "odc/vllm/", task="training")
+        mailbox, what = self._mail[1], "the vLLM server's answer"
+        if rank:
+            return mailbox.receive(0, what).decode()
+        for other in range(1, world):
+            mailbox.send(other, refused.encode(), what)
+        return refused
 
     def _read(self, client: Any) -> None:
         handle = weight_handle(self._model)

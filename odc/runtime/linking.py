@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from odc.errors import OdcError, PeerLostError, culprit_of
 from odc.hosts.links import Links
 from odc.net.announced import await_host, host_identity, refuse_failure
+from odc.net.engines import Engine
 from odc.net.handshake import export_purpose
 from odc.net.host_link import HostLink
 from odc.net.network import HostNetwork
@@ -176,9 +177,11 @@ class ExposedHeap:
     ) -> None:
         self._identity, self._network, self._names = identity, network, [*answers]
         self._readable = {identity: layout.readable_range, board_name(identity): range(0)}
+        # Where no member is on another host readers come by TCP, and no memory need be registered with a card.
+        expose = network.engine.expose if layout.grid.remote else functools.partial(Engine.expose, network.engine)
         for part, memory in layout.heap.parts().items():
             self._names.append(identity + part)
-            network.engine.expose(identity + part, memory)
+            expose(identity + part, memory)
         for name, function in answers.items():
             network.engine.answer(name, function)
         if layout.units and layout.exports:

@@ -86,8 +86,6 @@ class MappedMember(ReadOnlyMember):
     UnsupportedError if the device cannot map it.
     """
 
-    _data: torch.Tensor | None = None  # on the device
-
     def __init__(
         self,
         rank: int,
@@ -103,7 +101,8 @@ class MappedMember(ReadOnlyMember):
         device_bytes: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        self.rank, self._reason = rank, reason
+        self.rank, self._reason, self._on_device = rank, reason, device_bytes > 0
+        self._data: torch.Tensor | None = None  # on the device, until it is closed
         doing = f"reader, attaching to rank {rank}"
         hint = "; the job has ended, or the weight handle belongs to another run"
         request = {"op": "read", "root": root, "token": token}
@@ -131,15 +130,22 @@ class MappedMember(ReadOnlyMember):
         return
 
     def copy(self, offset: int, into: torch.Tensor) -> None:
-        if self._data is not None:
-            into.copy_(self._data[offset : offset + into.numel()])
+        if self._on_device:
+            into.copy_(self._mapped()[offset : offset + into.numel()])
         else:
             ctypes.memmove(into.data_ptr(), self._memory.address + offset, into.numel())
 
     def fence(self) -> None:
-        if self._data is not None:
-            torch.cuda.current_stream(self._data.device).synchronize()
+        if self._on_device:
+            torch.cuda.current_stream(self._mapped().device).synchronize()
         self._board.fence()
+
+    def _mapped(self) -> torch.Tensor:
+        """The data on the device. Raises PeerLostError once the reader was closed, on another thread."""
+        data = self._data
+        if data is None:
+            raise PeerLostError(f"reader: the memory of rank {self.rank} is mapped no more", culprit=self.rank)
+        return data
 
     def refuse_if_gone(self, doing: str) -> None:
         alive = self._process.alive()  # first: a process that has ended well or with an error has stored why
@@ -159,7 +165,7 @@ def _map_data(descriptors: Sequence[int], nbytes: int, device: torch.device, ran
     try:
         with torch.cuda.device(device):
             return driver_memory.map_shared(descriptors[0], nbytes, device, writable=False)
-    except DriverError as error:
+    except (DriverError, RuntimeError) as error:  # the latter of torch: there is no such device
         raise UnsupportedError(
             f"reader, attaching to rank {rank}: {device} cannot map its memory: {error}; see `odc doctor --need cuda`",
             culprit=rank,

@@ -77,14 +77,16 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield all weights by verl's names, on the CPU, in the actor's compute dtype. A tensor is good until the
-        next is asked for. Waits, and raises, as `odc.handover.read_groups`.
+        """Yield all weights by verl's names, on the CPU, in the actor's compute dtype; beside a GPU one larger than a
+        bucket on the GPU, as verl then sends it by CUDA's handles. A tensor is good until the next is asked for. Waits,
+        and raises, as `odc.handover.read_groups`.
         """
         published = self._published
         if published is None:
             raise ConfigError("receive_weights() before init_process_group(): nothing is known of what is to be read")
+        on_gpu = torch.cuda.is_available()
         for name, tensor in self._reader.read(published, self._bucket):
-            yield name, tensor
+            yield name, tensor.cuda() if on_gpu and tensor.nbytes > self._bucket else tensor
 
 
 def _refuse(engine: Any) -> None:

@@ -64,14 +64,16 @@ class PublishedReader:
         and raises, as `read_groups`.
         """
         yield from learned.as_verl(learned.whole)
-        for tensors in read_groups(self._attached(learned.handle), nbytes, learned.version, device=device):
+        for tensors in read_groups(self._attached(learned.handle, device), nbytes, learned.version, device=device):
             yield from learned.as_verl(tensors)
 
-    def _attached(self, handle: str) -> Reader:
+    def _attached(self, handle: str, device: torch.device | str) -> Reader:
+        """A reader that maps by this device if it is a GPU, else by the current one."""
         if self._reader is None or self._reader[0] != handle:
             if self._reader is not None:
                 self._reader[1].close()
-            self._reader = handle, Reader(handle, timeout_s=self._timeout_s)
+            by = device if torch.device(device).type == "cuda" else None
+            self._reader = handle, Reader(handle, timeout_s=self._timeout_s, device=by)
         return self._reader[1]
 
 

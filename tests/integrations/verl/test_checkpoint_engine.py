@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -99,6 +100,19 @@ def test_a_rollout_reads_after_each_step_what_verl_gathers(actor: RankPool, mode
         assert before.keys() != found.keys() or any(not torch.equal(before[name], found[name]) for name in found)
         before = found
         actor.run(step)
+
+
+def test_a_tensor_larger_than_a_bucket_comes_on_the_gpu(actor: RankPool, model: Path) -> None:
+    """Verl's sender hands such a one to vLLM by CUDA's handle, which memory of the CPU does not have."""
+    actor.run(start, model, "odc", {})
+    outcomes, moved = actor.run(prepare), list[torch.Tensor]()
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.Tensor, "cuda", lambda self: (moved.append(self), self)[1]),
+    ):
+        found = received(checkpoint_engine(), [learned for learned, _ in outcomes])
+    large = sorted(value.numel() for value in found.values() if value.nbytes > SMALL)
+    assert large and sorted(tensor.numel() for tensor in moved) == large
 
 
 def test_weights_that_change_while_they_are_read_are_refused(actor: RankPool, model: Path) -> None:
