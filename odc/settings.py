@@ -66,7 +66,7 @@ class Settings:
         changes: whether other hosts read only what has changed of a shard since they read it last, without loss, and
             so do readers there of weights in CPU memory: "auto" in a job over hosts, where it is faster, as measured,
             and of units without a change nothing; "on" always, on one host as well; by numba. On devices odc's kernels
-            pack, and without them "auto" is as "off".
+            pack, and without them "auto" reads as "off".
         engine: what reads shards and sums from other hosts; "auto" chooses, and with memory="nvshmem" that is NVSHMEM.
         memory: where the data of models on devices lies: "driver", in memory of CUDA's driver, or "nvshmem", in
             NVSHMEM's, which every rank of the job then starts when it first runs a model (see docs/gpu.md).

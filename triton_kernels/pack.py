@@ -183,7 +183,7 @@ def pack(units: Sequence[UnitChanges], found: torch.Tensor) -> None:
 _Piece = tuple[tuple[int, ...], torch.dtype, torch.dtype]  # columns of its row, dtypes of the shard and of its place
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _launches(
     device: torch.device, pieces: tuple[_Piece, ...]
 ) -> list[tuple[PreparedLaunch, int, tuple[int, ...], int]]:

@@ -185,7 +185,7 @@ class RoundingPlan:
         the sum was finite.
         """
         programs, rows = self._programs, self._rows
-        if not all(used):
+        if not all(one or not numel for one, (_, numel, _, _) in zip(used, self._columns, strict=True)):
             programs, rows = self._table(itertools.compress(self._columns, used), row_table)
         self._keep(programs, *rows, total.data_ptr(), memory.data_ptr(), residual.data_ptr())
 

@@ -104,18 +104,20 @@ def reduced(reduction: Reduction, unit: UnitSpec, divide_by: float, into: torch.
 
     Sums in the order of its `parts`: every rank of a replica group computes the same bits. `into` may be one of them.
     """
-    first, *others = reduction.parts(unit)
+    parts = reduction.parts(unit)
+    first, second = next(parts), next(parts, None)
     # A sum of several is brought `into` place when it is whole: the place holds one of them.
-    total = torch.empty_like(first, dtype=unit.accumulator_dtype) if into is None or others else into
+    total = torch.empty_like(first, dtype=unit.accumulator_dtype) if into is None or second is not None else into
     if total.device.type == "cpu" and total is not into:
         advise_huge(total)  # freshly allocated: much of the time would be page faults
-    if not others:
+    if second is None:
         return torch.div(first, divide_by, out=total)
-    if first.dtype == others[0].dtype == total.dtype:  # in one pass
-        torch.add(first, others.pop(0), out=total)
+    if first.dtype == second.dtype == total.dtype:  # in one pass
+        torch.add(first, second, out=total)
     else:  # some were rounded as they came: each is added as it is, in the accumulator's dtype
-        total.copy_(first)
-    for part in others:
+        total.copy_(first).add_(second)
+    del first, second  # the others come one after the other, in memory of their own where they have to be made
+    for part in parts:
         total.add_(part)
     total.div_(divide_by)
     return total if into is None else into.copy_(total)

@@ -68,9 +68,9 @@ class ShardReads:
             self._protocol.count(Word.SAVED, tally.saved)
         if tally.nbytes or tally.saved:
             recorder().add(FETCH, traced, unit=f"{tally.saved} bytes saved", nbytes=tally.nbytes, lane=LANE)
-        if tally.nbytes >= _TIMED_BYTES:
-            pace = (time.perf_counter() - begin - tally.patching) / tally.nbytes
-            self._pace = _mean(self._pace, pace)
+        elapsed = time.perf_counter() - begin
+        if tally.nbytes >= _TIMED_BYTES and tally.patching < elapsed / 4:  # reads go on behind a patch: they would
+            self._pace = _mean(self._pace, (elapsed - tally.patching) / tally.nbytes)  # seem to take no time at all
 
     def bring_whole(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> None:
         """The same, where a process may be at it that has left the job: what it writes is the same, or not used."""
@@ -118,10 +118,15 @@ class ShardReads:
             if peer.cached(unit).load(0) < epoch:
                 patching = time.perf_counter()
                 self._layout.patch(unit, _place(peer, unit), packed)
-                self._patching[unit.index] = _mean(self.patching(unit.index), time.perf_counter() - patching)
+                self._note_patch(unit, time.perf_counter() - patching)
                 self._check(peer, unit, version)
                 _announce(peer, unit, epoch)
         tally.patching += time.perf_counter() - begin
+
+    def _note_patch(self, unit: UnitSpec, seconds: float) -> None:
+        """A faster one counts at once: the slower ones had waited for other work of the device."""
+        before = self.patching(unit.index)
+        self._patching[unit.index] = min(seconds, _mean(before, seconds))
 
     def _check(self, peer: NodeShare, unit: UnitSpec, version: Version | None) -> None:
         if version is not None and version.checksum and checksum(_place(peer, unit)) != version.checksum:

@@ -153,12 +153,11 @@ class NodeSums(Reduction):
                 if stop > start:
                     yield HeapRead(partner, region, start, into[start:stop], "its host's sums of gradients")
 
-    def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
+    def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor]:
         """As in `Reduction`; by node."""
         nodes, mine = self._layout.grid.nodes, self._layout.mine.accumulator(unit)
-        return [
-            mine if node == nodes.here else self._sum_of(nodes.partner(node), unit) for node in range(nodes.host_count)
-        ]
+        for node in range(nodes.host_count):
+            yield mine if node == nodes.here else self._sum_of(nodes.partner(node), unit)
 
     def _sum_of(self, partner: int, unit: UnitSpec) -> torch.Tensor:
         """1-D [unit.numel]: the sum of a partner's node for this rank; of another host's the one that has arrived."""

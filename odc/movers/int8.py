@@ -68,8 +68,8 @@ def unpack(packed: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def rest(values: torch.Tensor, packed: torch.Tensor, into: torch.Tensor) -> None:
-    """Fill `into`, float32 [n], with what packing has left out of `values`. A block that was not finite stays as it is
-    in `into`.
+    """Fill `into`, float32 [n], with what packing has left out of `values`. Where that is not finite, as in a
+    block whose scale is NaN, it stays as it is.
     """
     scales, codes = _split(packed, values.numel())
     if numba() is not None:
@@ -78,7 +78,8 @@ def rest(values: torch.Tensor, packed: torch.Tensor, into: torch.Tensor) -> None
     both = zip(_blocks(scales, codes, values), _blocks(scales, codes, into), strict=True)
     for (block_values, block_scales, block_codes), (out, _, _) in both:
         scale = block_scales.unsqueeze(1)
-        out.copy_(torch.where(scale.isnan(), out, block_values - block_codes * scale))
+        left = block_values - block_codes * scale
+        out.copy_(torch.where(left.isfinite(), left, out))
 
 
 def _split(packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:

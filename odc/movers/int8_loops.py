@@ -58,4 +58,6 @@ def rest(values: np.ndarray, scales: np.ndarray, codes: np.ndarray, into: np.nda
         whole, some = values[block * BLOCK : (block + 1) * BLOCK], codes[block * BLOCK : (block + 1) * BLOCK]
         out = into[block * BLOCK : (block + 1) * BLOCK]
         for i in range(len(some)):
-            out[i] = whole[i] - np.float32(some[i]) * scale
+            left = whole[i] - np.float32(some[i]) * scale
+            if np.isfinite(left):  # not of numbers next to the largest: 127 times their scale is infinite
+                out[i] = left

@@ -20,6 +20,8 @@ from odc.protocol.changes import SAMPLE_EVERY, WHOLE, PublishedChanges, note_ver
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
 
+_MOST_BYTES = 6 << 30  # of a unit's shard: kernels count what they pack of it in 32 bits
+
 
 class ReadTimes(Protocol):
     """What reads from other hosts have taken on this rank, which stands for those of other hosts from it."""
@@ -39,6 +41,9 @@ class DeviceChanges:
     def __init__(self, protocol: MemberProtocol, times: ReadTimes) -> None:
         self._protocol, self._layout, self._times = protocol, protocol.layout, times
         self._always = self._layout.settings.changes == "on"
+        self._passed: dict[
+            int, int
+        ] = {}  # by unit: how many versions were whole, one after the other, as that was faster
         device, count = self._layout.heap.device, max(1, len(self._layout.units))
         # Of each unit a quarter of its records' bytes: where kernels add them up, and where the host reads them.
         self._found = torch.zeros(count, dtype=torch.int32, device=device)
@@ -73,21 +78,24 @@ class DeviceChanges:
             return
         for unit, patches, words in zip(self._layout.units, self._layout.patches, self._sizes.tolist(), strict=False):
             packed = patches.directory_bytes + 4 * words
-            if not words:
+            if unit.published_bytes > _MOST_BYTES:
+                note_version(self._protocol, unit, WHOLE, 0, epoch)
+            elif not words:
                 self._protocol.drop_changes(unit, WHOLE)
             else:
-                note_version(self._protocol, unit, packed if self._pays(unit, packed, epoch) else WHOLE, 0, epoch)
+                note_version(self._protocol, unit, packed if self._pays(unit, packed) else WHOLE, 0, epoch)
 
-    def _pays(self, unit: UnitSpec, packed: int, epoch: int) -> bool:
+    def _pays(self, unit: UnitSpec, packed: int) -> bool:
         """Whether other hosts are to read the changes: they are not too many, and under "auto" read and applied sooner
-        than the shard is read. Now and then they are applied anyway, so that it is known what that takes.
+        than the shard is read. Every eighth time they are applied anyway, so that it is known what that takes.
         """
         if packed > most_packed(unit) or self._always:
             return packed <= most_packed(unit)
-        whole = self._times.seconds(unit.published_bytes)
-        measured = epoch % SAMPLE_EVERY != unit.index % SAMPLE_EVERY
-        applied = self._times.patching(unit.index) if measured else 0.0
-        return self._times.seconds(packed) + applied < whole
+        passed = self._passed.get(unit.index, 0) + 1
+        applied = self._times.patching(unit.index) if passed < SAMPLE_EVERY else 0.0
+        pays = self._times.seconds(packed) + applied < self._times.seconds(unit.published_bytes)
+        self._passed[unit.index] = 0 if pays else passed
+        return pays
 
 
 def most_packed(unit: UnitSpec) -> int:

@@ -78,7 +78,7 @@ class HeapLayout(Regions):
         try:
             mover = self._packing_mover("changes='on'")
             with self.heap.lanes.lane("patch"):
-                _pack_once(mover, device)
+                self._try_packing(mover)
                 return [
                     mover.patches(
                         [(spec.published_offset, spec.numel, spec.dtype.itemsize) for spec in unit.params], device
@@ -93,6 +93,20 @@ class HeapLayout(Regions):
                     "rank %d: shards are read whole, as none is packed on %s: %s", self.grid.rank, device, error
                 )
             return []
+
+    def _try_packing(self, mover: DeviceMover) -> None:
+        """Pack one number of each dtype, of its own and of fp32; raises whatever keeps kernels from that."""
+        device = self.heap.device
+        for dtype in {spec.dtype for unit in self.units for spec in unit.params}:
+            for shard in {dtype, torch.float32}:
+                place, found = (
+                    torch.zeros(8, dtype=dtype, device=device),
+                    torch.zeros(1, dtype=torch.int32, device=device),
+                )
+                into = torch.zeros(64, dtype=torch.uint8, device=device)
+                one = torch.ones(1, dtype=shard, device=device)
+                mover.pack([([place[:1]], [place[:1]], [one], into)], found)
+        self.heap.lanes.settle()
 
     def _make_rounding(self) -> Sequence[Rounding] | None:
         """For each unit; what it takes is compiled before another thread rounds. None where sums cross whole."""
@@ -274,10 +288,3 @@ class HeapLayout(Regions):
         for peer in (*self._peers, *self._shares.values()):
             peer.forget()
         self.heap.close()
-
-
-def _pack_once(mover: DeviceMover, device: torch.device) -> None:
-    """Pack one number; raises whatever keeps kernels from that."""
-    place, found = torch.zeros(8, dtype=torch.bfloat16, device=device), torch.zeros(1, dtype=torch.int32, device=device)
-    into = torch.zeros(64, dtype=torch.uint8, device=device)
-    mover.pack([([place[:1]], [place[:1]], [torch.ones(1, device=device)], into)], found)

@@ -11,7 +11,7 @@ place of N-1. Sums of nodes are in `odc.hosts.sums`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -43,9 +43,9 @@ class Reduction(ABC):
         return
 
     @abstractmethod
-    def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
+    def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor]:
         """What adds up to this rank's shard of the gradient of `unit`, each 1-D [unit.numel], in the order in which to
-        add, which is the same on every rank.
+        add, which is the same on every rank. One that has to be made first is made when it is asked for.
         """
 
     def close(self) -> None:
@@ -59,8 +59,8 @@ class OneOwner(Reduction):
     def gather(self, used: Sequence[bool]) -> None:
         return
 
-    def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
-        return [self._layout.mine.accumulator(unit)]
+    def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor]:
+        yield self._layout.mine.accumulator(unit)
 
 
 class Replicas(Reduction):
@@ -98,8 +98,8 @@ class Replicas(Reduction):
                 share = self._share(unit, place)
                 self._read(self._group[place], unit, share, layout.mine.accumulator(unit)[share])
 
-    def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
-        return self._accumulated(unit) if self._layout.shares == 1 else [self._layout.mine.accumulator(unit)]
+    def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor]:
+        yield from self._accumulated(unit) if self._layout.shares == 1 else [self._layout.mine.accumulator(unit)]
 
     def _share(self, unit: UnitSpec, place: int) -> slice:
         """Elements of a unit's accumulator that the replica at `place` adds up; perhaps none."""

@@ -134,7 +134,7 @@ def test_gradients_are_summed_on_the_host_and_cross_once(accumulate: Accumulate,
         for me in range(4):
             NodeSums(group.members[me].protocol, spread.heaps[me]).gather([True, True, False])
             for unit in group.units[:2]:
-                found = group.members[me].reduction.parts(unit)
+                found = list(group.members[me].reduction.parts(unit))
                 assert [part[0].item() for part in found] == [epoch * 11.0, epoch * 1100.0]
                 assert all(bool((part == part[0]).all()) for part in found)
     sums = [nbytes for engine in spread.engines for _, nbytes in engine.reads]

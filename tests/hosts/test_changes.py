@@ -301,7 +301,7 @@ class Times(NamedTuple):
     [
         (Times(0.0, 0.0), [False] * 9),  # nothing is known of the link
         (Times(1.0, 0.0), [True] * 9),
-        (Times(1.0, 1.1 * WHOLE_BYTES), [False] * 6 + [True, False, False]),  # what it takes is measured again
+        (Times(1.0, 1.1 * WHOLE_BYTES), [False] * 7 + [True, False]),  # what it takes is measured again
     ],
 )
 def test_on_a_device_changes_are_read_where_that_and_a_patch_are_faster(times: Times, read: list[bool]) -> None:
@@ -320,17 +320,23 @@ def test_on_a_device_changes_are_read_where_that_and_a_patch_are_faster(times: T
 
 
 def test_what_a_patch_takes_is_measured_as_it_settles() -> None:
-    weights = Weights()
+    weights, paces = Weights(), list[float]()
     with two_hosts(True) as spread:
         reads, patch = spread.caches[0].reads, HeapLayout.patch
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(HeapLayout, "patch", lambda *args: (time.sleep(0.05), patch(*args))[1])
+            patched.setattr("odc.hosts.changes._TIMED_BYTES", 1)
+            patched.setattr(HeapLayout, "patch", lambda *args: (time.sleep(0.5), patch(*args))[1])
             for step in range(2):
                 assert reads.patching(0) == 0.0
                 weights.publish(spread)
                 weights.expect(spread, 0, 0)
                 weights.step(1e-5, step)
-        assert 0.05 <= reads.patching(0) < 10 and not reads.patching(1)
+                paces.append(reads.seconds(1))
+        assert 0.5 <= reads.patching(0) < 100 and not reads.patching(1)
+        assert paces[0] == paces[1] > 0, "of a link nothing is learned while patches take most of the time"
+        weights.publish(spread)
+        weights.expect(spread, 0, 0)
+        assert reads.patching(0) < 0.5, "one that is faster counts at once"
 
 
 def test_on_a_device_without_kernels_auto_reads_whole_shards(

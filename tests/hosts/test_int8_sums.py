@@ -85,7 +85,7 @@ class Sums:
         for unit in self.units:
             came = torch.zeros(unit.numel)
             if used[unit.index]:
-                part = self.spread.group.members[OWNER].reduction.parts(unit)[1]
+                part = [*self.spread.group.members[OWNER].reduction.parts(unit)][1]
                 self.spread.group.layouts[OWNER].heap.lanes.settle()
                 came += part
             for i, spec in enumerate(unit.params):  # what the owner reads

@@ -32,7 +32,7 @@ def bring(spread: Spread, me: int = 0) -> None:
 
 
 def values(spread: Spread, me: int, unit: int) -> list[float]:
-    found = spread.group.members[me].reduction.parts(spread.group.units[unit])
+    found = list(spread.group.members[me].reduction.parts(spread.group.units[unit]))
     assert all(bool((part == part[0]).all()) for part in found)
     return [part[0].item() for part in found]
 

@@ -62,7 +62,7 @@ def sums(draw: st.DrawFn) -> torch.Tensor:
     powers = generator.integers(-44, 38, count // 128 + 1).repeat(128)[:count]
     values = (generator.standard_normal(count) * 10.0**powers).astype(np.float32)
     values[generator.random(count) < draw(st.sampled_from([0.0, 0.5, 1.0]))] = 0.0
-    for odd in draw(st.lists(st.sampled_from([np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-45]), max_size=3)):
+    for odd in draw(st.lists(st.sampled_from([np.inf, -np.inf, np.nan, 3.4028235e38, -3.4e38, 1e-45]), max_size=3)):
         values[generator.integers(count)] = odd
     return torch.from_numpy(values)
 
