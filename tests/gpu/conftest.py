@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.device import own_device
 from support.ranks import RankPool
 
 _HERE = Path(__file__).parent
@@ -65,6 +66,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         why = config.stash.get(_WHY, "")
         terminalreporter.section("GPU")
         terminalreporter.line(f"{len(_ran)} tests ran on a device" + (f": {why}" if why else ""))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The first device, made current."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
+    return own_device(0)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device import cuda_group, own_device
+from support.device import cuda_group
 from support.ranks import RankPool
 
 from odc.doctor import gpu
@@ -23,13 +23,6 @@ from odc.memory.driver_calls import DriverError
 NBYTES = (3 << 20) + 100
 EMULATED = "libemulated_cuda" in os.environ.get("LD_PRELOAD", "")
 TESTS = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
-    return own_device(0)
 
 
 def descriptors() -> set[str]:

@@ -27,13 +27,6 @@ EMULATED = "libemulated_cuda" in os.environ.get("LD_PRELOAD", "")
 READS = 100  # 40,000 have been read, too
 
 
-@pytest.fixture
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
-    return own_device(0)
-
-
 # what is read --------------------------------------------------------------------------------------------------------
 
 

@@ -28,13 +28,6 @@ EMULATED = "libemulated_cuda" in os.environ.get("LD_PRELOAD", "")
 TESTS = Path(__file__).parents[1]
 
 
-@pytest.fixture
-def device() -> torch.device:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
-    return own_device(0)
-
-
 WRITE = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
