@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from support.members import BF16, F32, F64, HeapGroup, Layout
@@ -67,8 +69,8 @@ def test_a_sum_of_several_parts_may_go_into_one_of_them(place: int) -> None:
     others = [part.clone() for i, part in enumerate(parts) if i != place]
 
     class Parts:
-        def parts(self, unit: UnitSpec) -> list[torch.Tensor]:
-            return list(parts)
+        def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor]:
+            return iter(parts)
 
     found = reduced(Parts(), unit, 3.0, parts[place])  # type: ignore[arg-type]
     assert found is parts[place] and torch.equal(found, expected)
