@@ -2,89 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.deferred import DeferredLanes, DeferredMover, late_heaps
-from support.members import BF16, F32, HeapGroup, room
-from support.spread import HOSTS, Spread
+from support.changing import LAYOUT, WHOLE_BYTES, Weights, crossed, two_hosts
+from support.members import HeapGroup
+from support.spread import HOSTS
 
 from odc.errors import OdcError, UnsupportedError
 from odc.movers import changes
-from odc.protocol import HeapLayout, Word, regions
+from odc.protocol import HeapLayout, Word
 from odc.protocol.changes import WHOLE, PublishedChanges
 from odc.protocol.words import VersionWord
 from odc.settings import Settings
 from odc.trace import recorder
 
-LAYOUT = [[("w", 40_000, BF16), ("b", 5, BF16)], [("v", 30_000, F32)], [("u", 6, F32)]]
-WHOLE_BYTES = 80_016  # of unit 0
-
-
 #: Whether shards lie on a device, which does its work late and packs as `support.change_tiles` does.
 on_devices = pytest.mark.parametrize("late", [False, True], ids=["cpu", "device"])
-
-
-@contextmanager
-def two_hosts(late: bool = False, **options: Any) -> Iterator[Spread]:
-    """With checksums, but not the checks of words: no member is DONE here."""
-    with pytest.MonkeyPatch.context() as patch:
-        if late:
-            late_heaps(patch)
-        spread = Spread(layout=LAYOUT, **{"changes": "on", **options})
-        for layout in spread.group.layouts:
-            layout.settings = dataclasses.replace(layout.settings, check_protocol=True)
-        try:
-            yield spread
-        finally:
-            spread.close()
-
-
-class Weights:
-    """The shards of all four members, in fp32."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.of = [
-            [[torch.randn(numel, generator=generator) * 0.02 for _, numel, _ in unit] for unit in LAYOUT]
-            for _ in range(4)
-        ]
-
-    def publish(self, spread: Spread) -> None:
-        for member, shards in enumerate(self.of):
-            spread.group.members[member].shards.publish(shards, [False] * len(LAYOUT))
-        spread.mirror(Word.PUBLISHED)
-
-    def step(self, lr: float, seed: int, units: tuple[int, ...] = (0, 1, 2)) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for shards in self.of:
-            for unit in units:
-                for shard in shards[unit]:
-                    shard -= lr * torch.randn(len(shard), generator=generator).mul(0.4).clamp(-1, 1)
-
-    def expect(self, spread: Spread, me: int, unit: int) -> None:
-        spec = spread.group.units[unit]
-        outs = room(spec, 4)
-        spread.group.members[me].shards.fetch(spec, outs)
-        spread.group.layouts[me].heap.lanes.settle()
-        for i, out in enumerate(outs):
-            wanted = torch.cat([self.of[member][unit][i] for member in range(4)]).to(out.dtype)
-            assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
-
-
-def crossed(spread: Spread) -> int:
-    """Bytes that members have read from other hosts since this was last asked."""
-    total = sum(nbytes for engine in spread.engines for _, nbytes in engine.reads)
-    for engine in spread.engines:
-        engine.reads.clear()
-    return total
 
 
 @on_devices
@@ -283,42 +220,6 @@ def test_changes_are_packed_where_the_link_is_slower(seconds: float, packed: boo
         assert (versions.load(VersionWord.PACKED) != WHOLE) == packed
 
 
-class Times(NamedTuple):
-    """As `ReadTimes`."""
-
-    second_a_byte: float
-    applied: float
-
-    def seconds(self, nbytes: int) -> float:
-        return nbytes * self.second_a_byte
-
-    def patching(self, unit: int) -> float:
-        return self.applied
-
-
-@pytest.mark.parametrize(
-    ("times", "read"),
-    [
-        (Times(0.0, 0.0), [False] * 9),  # nothing is known of the link
-        (Times(1.0, 0.0), [True] * 9),
-        (Times(1.0, 1.1 * WHOLE_BYTES), [False] * 7 + [True, False]),  # what it takes is measured again
-    ],
-)
-def test_on_a_device_changes_are_read_where_that_and_a_patch_are_faster(times: Times, read: list[bool]) -> None:
-    """By what this rank has measured of its own reads."""
-    weights, found = Weights(), list[bool]()
-    with two_hosts(True, changes="auto") as spread:
-        for member in spread.group.members:
-            member.shards._changes._times = times  # type: ignore[union-attr]
-        versions = spread.group.layouts[0].mine.versions(spread.group.units[0])
-        for step in range(10):
-            weights.publish(spread)
-            weights.expect(spread, 0, 0)
-            weights.step(1e-5, step)
-            found.append(versions.load(VersionWord.PACKED) != WHOLE)
-    assert found == [False, *read]
-
-
 def test_what_a_patch_takes_is_measured_as_it_settles() -> None:
     weights, paces = Weights(), list[float]()
     with two_hosts(True) as spread:
@@ -337,118 +238,6 @@ def test_what_a_patch_takes_is_measured_as_it_settles() -> None:
         weights.publish(spread)
         weights.expect(spread, 0, 0)
         assert reads.patching(0) < 0.5, "one that is faster counts at once"
-
-
-def test_on_a_device_without_kernels_auto_reads_whole_shards(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also those of ranks that pack: the layout of the heaps is the same, whatever moves data on a rank."""
-    weights, packs = Weights(), [False, False, True, True]
-    with two_hosts(True, changes="auto") as spread:
-        for layout, some in zip(spread.group.layouts, packs, strict=True):
-            layout.applies_changes = some
-        for member in spread.group.members:
-            member.shards._changes._times = Times(1.0, 0.0)  # type: ignore[union-attr]
-        for step in range(3):
-            weights.publish(spread)
-            for me, layout in enumerate(spread.group.layouts):
-                weights.expect(spread, me, 0)
-                assert (layout.mine.versions(spread.group.units[0]).load(VersionWord.PACKED) != WHOLE) == (
-                    bool(step) and packs[me]
-                )
-            assert crossed(spread) == 4 * WHOLE_BYTES, "none can apply what others pack, or packs for others"
-            weights.step(1e-5, step)
-
-    def fails(*unused: object) -> None:
-        raise RuntimeError("no such instruction")
-
-    caplog.clear()
-    for name, value, warnings in (("packs", False, 0), ("pack", fails, 4)):
-        with monkeypatch.context() as patch:
-            patch.setattr(DeferredMover, name, value)
-            with two_hosts(True, changes="auto") as spread:
-                assert spread.group.layouts[0].says_changes and not spread.group.layouts[0].applies_changes
-        assert len(caplog.records) == warnings
-    assert "shards are read whole, as none is packed on cpu: no such instruction" in caplog.text
-
-
-@pytest.mark.parametrize("second_buffer", [False, True])
-def test_on_a_device_publishing_waits_once_for_shards_and_sizes_and_a_patch_once(second_buffer: bool) -> None:
-    """Without changes it waits once, too."""
-    weights, waits = Weights(), dict[str, list[int]]()
-    for how in ("on", "auto", "off"):
-        with two_hosts(True, changes=how, second_buffer=second_buffer) as spread:
-            layout = spread.group.layouts[0]
-            lanes = layout.heap.lanes
-            assert isinstance(lanes, DeferredLanes)
-            waits[how] = []
-            for step in range(3):
-                before = lanes.settled
-                spread.group.members[0].shards.publish(weights.of[0], [False] * len(LAYOUT))
-                waits[how].append(lanes.settled - before)
-                for member in (1, 2, 3):
-                    spread.group.members[member].shards.publish(weights.of[member], [False] * len(LAYOUT))
-                spread.mirror(Word.PUBLISHED)
-                before = lanes.settled
-                weights.expect(spread, 0, 0)
-                if step and how == "on":
-                    assert lanes.settled - before == 2 + 1, "a patch each of two shards, and the test's"
-                weights.step(1e-5, step)
-    assert waits == {key: [1, 1, 1] for key in ("on", "auto", "off")}
-
-
-@pytest.mark.parametrize("skipped", ["HeapLayout.patch", "PublishedShards.publish"])
-def test_each_wait_for_the_device_is_needed(skipped: str) -> None:
-    weights = Weights()
-    with two_hosts(True) as spread:
-        for layout in spread.group.layouts:
-            layout.settings = dataclasses.replace(layout.settings, check_protocol=False)
-        for step in range(2):
-            weights.publish(spread)
-            weights.expect(spread, 0, 0)
-            weights.step(1e-5, step)
-        for layout in spread.group.layouts:
-            lanes = layout.heap.lanes
-            assert isinstance(lanes, DeferredLanes)
-            lanes.skipped = frozenset({skipped})
-        weights.publish(spread)
-        with pytest.raises((AssertionError, IndexError, RuntimeError)):
-            weights.expect(spread, 0, 0)
-
-
-@pytest.mark.parametrize("only_into_own", [False, True])
-def test_on_a_device_changes_come_into_a_landing_at_once(monkeypatch: pytest.MonkeyPatch, only_into_own: bool) -> None:
-    """Which is as large as the largest of them; whole shards come through it part by part where they must."""
-    monkeypatch.setattr(regions, "_LANDING_BYTES", 1024)
-    weights = Weights()
-    with two_hosts(True, only_into_own=only_into_own) as spread:
-        layout = spread.group.layouts[0]
-        assert layout.landing_bytes == changes.room_for(120_000)
-        engine, into = spread.engines[0], list[torch.Tensor]()
-        read = engine.read
-
-        def note(rank: int, region: str, offset: int, memory: torch.Tensor, **options: Any) -> None:
-            into.append(memory)
-            read(rank, region, offset, memory, **options)
-
-        engine.read = note  # type: ignore[method-assign]
-        for step in range(3):
-            weights.publish(spread)
-            into.clear()
-            weights.expect(spread, 0, 0)
-            if step:
-                landings = {layout.landing(i).data_ptr() for i in range(2)}
-                assert {one.data_ptr() for one in into} == landings and len(into) == 2, "of two owners"
-            weights.step(1e-5, step)
-    with two_hosts(True, changes="off") as spread:
-        assert not spread.group.layouts[0].says_changes and spread.group.layouts[0].landing_bytes == 1024
-
-
-def test_on_a_device_without_kernels_changes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeferredMover, "packs", False)
-    late_heaps(monkeypatch)
-    with pytest.raises(UnsupportedError, match=r"Settings\(changes='on'\) packs on cpu by odc's kernels"):
-        Spread(changes="on")
 
 
 def test_nothing_is_kept_where_changes_are_off() -> None:
