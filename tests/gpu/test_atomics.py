@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from support.device import own_device
+from support.device import EMULATED, own_device
 from support.ranks import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,7 +47,7 @@ def test_the_driver_decides_how_peers_are_added_to(world: int, pairs: str, nativ
     """
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
-    if "libemulated_cuda" not in os.environ.get("LD_PRELOAD", ""):
+    if not EMULATED:
         if torch.cuda.device_count() < 2 or world > 2 or device_links.native_atomics(0, 1) != native:
             pytest.skip(f"needs two devices with native atomics between them: {native}")
     told = ("EMULATED_DEVICES", str(world)), ("EMULATED_P2P_ATOMICS", pairs)

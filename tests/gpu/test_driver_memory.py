@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device import cuda_group
+from support.device import EMULATED, cuda_group
 from support.ranks import RankPool
 
 from odc.doctor import gpu
@@ -21,7 +21,6 @@ from odc.memory import driver_memory
 from odc.memory.driver_calls import DriverError
 
 NBYTES = (3 << 20) + 100
-EMULATED = "libemulated_cuda" in os.environ.get("LD_PRELOAD", "")
 TESTS = Path(__file__).parents[1]
 
 

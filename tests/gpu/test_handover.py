@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.device import own_device
+from support.device import EMULATED, own_device
 from support.handover_jobs import end, numbered, publishing_job, second_dimension_first
 from support.models import Case, adamw, make, next_token_loss, shard, tokens
 from support.ranks import RankPool
@@ -23,7 +23,6 @@ from odc.handover import Reader, read_groups, version, weight_handle
 from odc.handover.handle import WeightHandle
 
 Pools = Callable[[int], RankPool]
-EMULATED = "libemulated_cuda" in os.environ.get("LD_PRELOAD", "")
 READS = 100  # 40,000 have been read, too
 
 

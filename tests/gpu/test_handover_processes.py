@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.device import own_device
+from support.device import EMULATED, own_device
 from support.handover_jobs import end, publishing_job, read_for_ever
 from support.rank_worker import report
 from support.ranks import spawn_ranks
@@ -24,7 +24,6 @@ from odc.handover import Reader
 from odc.memory import driver_memory
 from odc.memory.driver_calls import DriverError
 
-EMULATED = "libemulated_cuda" in os.environ.get("LD_PRELOAD", "")
 TESTS = Path(__file__).parents[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,9 @@ from odc.memory import SymmetricHeap
 from odc.memory.cuda import CudaHeap
 from odc.memory.cuda_lanes import CudaLanes
 from support.heaps import shm_group
+
+#: Whether the device is an emulated one.
+EMULATED = "libemulated_cuda" in os.environ.get("LD_PRELOAD", "")
 
 
 @contextmanager
