@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from odc.errors import OdcError
-from odc.protocol.changes import checksum
+from odc.protocol.changes import checksum, running_mean
 from odc.protocol.heap_reader import HeapRead, HeapReader, PassingRead
 from odc.protocol.peers.remote import NodeShare
 from odc.protocol.protocol import MemberProtocol
@@ -69,8 +69,9 @@ class ShardReads:
         if tally.nbytes or tally.saved:
             recorder().add(FETCH, traced, unit=f"{tally.saved} bytes saved", nbytes=tally.nbytes, lane=LANE)
         elapsed = time.perf_counter() - begin
-        if tally.nbytes >= _TIMED_BYTES and tally.patching < elapsed / 4:  # reads go on behind a patch: they would
-            self._pace = _mean(self._pace, (elapsed - tally.patching) / tally.nbytes)  # seem to take no time at all
+        # Reads go on behind a patch: beside long patches they would seem to take no time at all.
+        if tally.nbytes >= _TIMED_BYTES and tally.patching < elapsed / 4:
+            self._pace = running_mean(self._pace, (elapsed - tally.patching) / tally.nbytes)
 
     def bring_whole(self, peer: NodeShare, unit: UnitSpec, epoch: int) -> None:
         """The same, where a process may be at it that has left the job: what it writes is the same, or not used."""
@@ -126,7 +127,7 @@ class ShardReads:
     def _note_patch(self, unit: UnitSpec, seconds: float) -> None:
         """A faster one counts at once: the slower ones had waited for other work of the device."""
         before = self.patching(unit.index)
-        self._patching[unit.index] = min(seconds, _mean(before, seconds))
+        self._patching[unit.index] = min(seconds, running_mean(before, seconds))
 
     def _check(self, peer: NodeShare, unit: UnitSpec, version: Version | None) -> None:
         if version is not None and version.checksum and checksum(_place(peer, unit)) != version.checksum:
@@ -134,11 +135,6 @@ class ShardReads:
                 f"rank {self._layout.grid.rank} (epoch {self._protocol.epoch}): the shard of unit {unit.name!r} of "
                 f"rank {peer.rank} is not what that rank has published"
             )
-
-
-def _mean(before: float, now: float) -> float:
-    """A running mean, of which `before` is 0.0 at first."""
-    return (3 * before + now) / 4 if before else now
 
 
 def _place(peer: NodeShare, unit: UnitSpec) -> torch.Tensor:

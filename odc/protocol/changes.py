@@ -116,9 +116,14 @@ class PublishedChanges:
         begin = time.thread_time()
         size = changes.pack(old, new, into)
         pace = (time.thread_time() - begin) / new.numel()
-        self._pace = pace if not self._pace else (3 * self._pace + pace) / 4
+        self._pace = running_mean(self._pace, pace)
         self._ratios[unit.index] = 1.0 if size == WHOLE else size / new.numel()
         return size
+
+
+def running_mean(before: float, now: float) -> float:
+    """Of measurements; `before` is 0.0 at first."""
+    return (3 * before + now) / 4 if before else now
 
 
 def note_version(protocol: MemberProtocol, unit: UnitSpec, packed: int, place: int, epoch: int) -> None:

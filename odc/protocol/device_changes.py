@@ -41,9 +41,8 @@ class DeviceChanges:
     def __init__(self, protocol: MemberProtocol, times: ReadTimes) -> None:
         self._protocol, self._layout, self._times = protocol, protocol.layout, times
         self._always = self._layout.settings.changes == "on"
-        self._passed: dict[
-            int, int
-        ] = {}  # by unit: how many versions were whole, one after the other, as that was faster
+        # By unit: how many versions, one after the other, were to be read whole, as that was faster.
+        self._passed: dict[int, int] = {}
         device, count = self._layout.heap.device, max(1, len(self._layout.units))
         # Of each unit a quarter of its records' bytes: where kernels add them up, and where the host reads them.
         self._found = torch.zeros(count, dtype=torch.int32, device=device)

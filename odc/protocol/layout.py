@@ -99,13 +99,9 @@ class HeapLayout(Regions):
         device = self.heap.device
         for dtype in {spec.dtype for unit in self.units for spec in unit.params}:
             for shard in {dtype, torch.float32}:
-                place, found = (
-                    torch.zeros(8, dtype=dtype, device=device),
-                    torch.zeros(1, dtype=torch.int32, device=device),
-                )
+                place, one = torch.zeros(8, dtype=dtype, device=device)[:1], torch.ones(1, dtype=shard, device=device)
                 into = torch.zeros(64, dtype=torch.uint8, device=device)
-                one = torch.ones(1, dtype=shard, device=device)
-                mover.pack([([place[:1]], [place[:1]], [one], into)], found)
+                mover.pack([([place], [place], [one], into)], torch.zeros(1, dtype=torch.int32, device=device))
         self.heap.lanes.settle()
 
     def _make_rounding(self) -> Sequence[Rounding] | None:

@@ -30,9 +30,8 @@ WIRE_DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.flo
 DATA_REGIONS = frozenset(
     {"published", "accumulator", "staging", "cache", "sums", "wire", "arrived", "residual", "landing", "changes"}
 )  # on the heap's device, by the first part of their names; the others are words
-DATA_ACCOUNTS = frozenset(
-    {"published", "accumulator", "staging", "cache", "sums", "changes"}
-)  # of the ledger: of these regions
+#: Of the ledger: of these regions.
+DATA_ACCOUNTS = frozenset({"published", "accumulator", "staging", "cache", "sums", "changes"})
 # Of regions, by the first part of their names.
 _ACCOUNTS = {"headers": "words", "arrived": "sums", "wire": "sums", "residual": "sums", "landing": "cache"}
 
