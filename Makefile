@@ -45,7 +45,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INTEGRATIONS := $(patsubst %,.venv-%/.ready,trl titan nixl nvshmem integrations vllm trl-vllm evaluation)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo environments test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated test-orders bench bench-gpu figures lint clean
+.PHONY: help demo environments test test-all test-torch test-fsdp2 test-integrations test-gpu test-emulated test-orders bench bench-gpu figures lint drop clean
 
 help:  ## this text
 	@echo "make <target>, where <target> is one of"
@@ -137,6 +137,9 @@ lint: $(READY)  ## check style and types
 clean:  ## remove the environments and everything that tools and runs left behind
 	rm -rf $(VENV) .venv-trl .venv-titan .venv-nixl .venv-nvshmem .venv-integrations .venv-vllm .venv-trl-vllm .venv-evaluation .venv-torch-* .venv-python* build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+drop:  ## remove one environment: NAME=torch-2.15.0
+	rm -rf .venv-$(NAME)
 
 # torch first and alone: with no torch there, a looser requirement would pull another build and gigabytes with it.
 $(READY): pyproject.toml constraints.txt

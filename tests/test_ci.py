@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MAKE = """#!/bin/sh
+echo "$*" >> "$(dirname "$0")/asked"
 case "$*" in
     "{failing}"*) echo "1 failed, 7 skipped in 2.00s"; exit 2 ;;
     "test "*) echo "12 passed, 3 skipped in 4.50s" ;;
@@ -25,7 +26,7 @@ def table(folder: Path, failing: str) -> tuple[int, dict[str, tuple[int, str]]]:
     environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True, check=False)
     _, _, rows = done.stdout.rpartition("part ")
-    found = re.findall(r"^(\S.*?) +\d+ +(\d+)( +failed)?$", rows, re.MULTILINE)
+    found = re.findall(r"^(\S.*?) +\d+ +(\d+) +\d+( +failed)?$", rows, re.MULTILINE)
     return done.returncode, {name: (int(skipped), failed.strip()) for name, skipped, failed in found}
 
 
@@ -47,3 +48,18 @@ def test_a_part_that_fails_is_the_last(tmp_path: Path) -> None:
     assert code == 2
     assert list(parts)[-2:] == ["tests, quick", "tests, rest"]
     assert parts["tests, rest"] == (7, "failed")
+
+
+def test_no_environment_of_another_torch_or_python_outlives_its_last_test(tmp_path: Path) -> None:
+    """All at once they took more than the disk of a runner has."""
+    table(tmp_path, failing="nothing")
+    asked = (tmp_path / "asked").read_text().splitlines()
+    dropped = {line.removeprefix("drop NAME="): at for at, line in enumerate(asked) if line.startswith("drop ")}
+    used = {
+        f"torch-{found[1]}": at
+        for at, line in enumerate(asked)
+        if (found := re.search(r"^test\S* .*TORCH=(\S+)", line))
+    }
+    used |= {found[1]: at for at, line in enumerate(asked) if (found := re.search(r"VENV=\.venv-(\S+)", line))}
+    assert used.keys() == dropped.keys() and len(used) == 5
+    assert all(used[name] < at for name, at in dropped.items())

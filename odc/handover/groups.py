@@ -26,9 +26,9 @@ def read_groups(
     `device`, which has an index if it is a GPU.
 
     A group has at most `nbytes` bytes, or one larger parameter. While the caller uses a group the next is read, on a
-    thread, into other memory: tensors are good until the caller asks for the next group, and on a GPU for what its
-    current stream has been asked for until then. Waits as `Reader.read` does; nothing else may use the reader
-    meanwhile.
+    thread, into another half of one storage: tensors are good until the caller asks for the next group, and on a GPU
+    for what its current stream has been asked for until then. Waits as `Reader.read` does; nothing else may use the
+    reader meanwhile.
 
     Raises StaleVersionError if a newer version was published meanwhile (what was yielded before is of the older one);
     ValueError if `names` has one that is not exported; else as `Reader.read`.
@@ -40,7 +40,7 @@ def read_groups(
         shapes = {name: one for name, one in shapes.items() if name in names}
     groups = _groups_of(shapes, nbytes)
     device, most = torch.device(device), [max(map(_bytes_of, groups[i::2])) for i in range(min(2, len(groups)))]
-    rooms = [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in most]
+    rooms = torch.empty(sum(most), dtype=torch.uint8, device=device).split(most)
     worker = Worker("odc-reader")
 
     def begin(number: int) -> Job[dict[str, torch.Tensor]]:

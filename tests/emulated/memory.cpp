@@ -46,6 +46,7 @@ cudaError_t free_allocated(void* start, Kind kind) {
         return noted(cudaErrorInvalidValue);
     drain_device(range->device);
     remove_range(start);
+    exported_no_more(start);
     munmap(start, range->bytes);
     if (kind == Kind::device) return_bytes(range->device, range->bytes);
     return cudaSuccess;

@@ -29,6 +29,8 @@ size_t free_bytes(int device);
 // Device memory from now on: threads of streams may read and, if it is writable, write it; those of the host die of
 // SIGSEGV if they do, and so does a stream that writes what is not writable.
 void protect(void* start, size_t bytes, bool writable = true);
+// Of memory that other processes may have opened: they keep what they have.
+void exported_no_more(const void* start);
 // For the calling thread.
 void allow_device_memory(bool allowed);
 // False where the processor has no protection keys: host code may touch device memory there, unseen.

@@ -1,4 +1,4 @@
-// What torch may ask for and the emulated device cannot do: graphs, memory pools, handles of one process's memory.
+// What torch may ask for and the emulated device cannot do: graphs and memory pools.
 //
 // A symbol that is missing here would be found in the real runtime, which torch brings along, and that would look for a
 // real driver.
@@ -18,10 +18,5 @@ REFUSED(cudaMemPoolGetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
 REFUSED(cudaMemPoolSetAttribute, cudaMemPool_t, cudaMemPoolAttr, void*)
 REFUSED(cudaMemPoolSetAccess, cudaMemPool_t, const cudaMemAccessDesc*, size_t)
 REFUSED(cudaMemPoolTrimTo, cudaMemPool_t, size_t)
-REFUSED(cudaIpcGetMemHandle, cudaIpcMemHandle_t*, void*)
-REFUSED(cudaIpcOpenMemHandle, void**, cudaIpcMemHandle_t, unsigned)
-REFUSED(cudaIpcCloseMemHandle, void*)
-REFUSED(cudaIpcGetEventHandle, cudaIpcEventHandle_t*, cudaEvent_t)
-REFUSED(cudaIpcOpenEventHandle, cudaEvent_t*, cudaIpcEventHandle_t)
 REFUSED(cudaGetSymbolAddress, void**, const void*)
 REFUSED(cudaMemcpyToSymbol, const void*, const void*, size_t, size_t, cudaMemcpyKind)

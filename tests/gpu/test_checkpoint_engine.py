@@ -1,0 +1,139 @@
+"""Weights for a process with checkpoint-engine's own receiver, which maps the sender's bucket by CUDA IPC."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.device import own_device
+from support.handover_jobs import numbered
+from support.ranks import RankPool
+
+from odc import Settings
+from odc.errors import StaleVersionError, WaitTimeoutError
+from odc.handover import Reader, read_groups, version, weight_handle
+from odc.integrations.checkpoint_engine import ReceiverError, send_weights
+
+if torch.cuda.is_available():
+    pytest.importorskip("checkpoint_engine", reason="checkpoint-engine is not installed")
+
+Pools = Callable[[int], RankPool]
+NBYTES = 4096  # of a group: several of them
+
+RECEIVER = """
+import sys
+
+import torch
+import zmq
+from checkpoint_engine.worker import update_weights_from_ipc
+
+address, path, refused = sys.argv[1:]
+torch.cuda.set_device(0)
+loaded = {}
+
+
+def load(weights):
+    for name, tensor in weights:
+        assert tensor.is_cuda
+        if name == refused:
+            raise KeyError(f"this model has no {name}")
+        loaded[name] = tensor.clone()  # the bucket is filled anew as soon as this has returned
+
+
+def finish():
+    torch.save({name: tensor.cpu() for name, tensor in loaded.items()}, path)
+
+
+update_weights_from_ipc(zmq.Context(), address, 0, run=load, post_hook=finish)
+"""
+
+
+def receiver(folder: Path, refused: str = "") -> tuple[subprocess.Popen[str], str]:
+    """A process that receives weights once and saves them in the folder, and the address that it connects to."""
+    address = f"ipc://{folder}/receiver"
+    words = [sys.executable, "-c", RECEIVER, address, str(folder / "received.pt"), refused]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True), address
+
+
+def sends_all(rank: int, world: int, folder: str) -> None:
+    model, sharded = numbered(24, own_device(rank), Settings(timeout_s=60.0))
+    with torch.no_grad():
+        for place, parameter in enumerate(model.parameters()):
+            parameter.normal_(mean=place)
+    sharded.publish()
+    text, newest = weight_handle(sharded), version(sharded)
+    if rank == 0:
+        process, address = receiver(Path(folder))
+        with Reader(text) as reader:
+            whole = reader.read(at_least=newest).tensors
+            groups = list[int]()
+
+            def counted() -> Iterator[dict[str, torch.Tensor]]:
+                for group in read_groups(reader, NBYTES, newest, device=reader.device):
+                    groups.append(len(group))
+                    yield group
+
+            send_weights(counted(), address, timeout_s=240.0)
+        assert process.wait(120) == 0, process.communicate()
+        received = torch.load(Path(folder) / "received.pt")
+        assert received.keys() == whole.keys() and len(groups) > 2, groups
+        wrong = [name for name, one in whole.items() if not torch.equal(received[name], one)]
+        assert not wrong, wrong
+    dist.barrier()
+
+
+def test_a_receiver_loads_what_the_ranks_have_published(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(sends_all, str(tmp_path), timeout=400)
+
+
+def ends_by_an_error(rank: int, world: int, folder: str, refused: str) -> tuple[str, str]:
+    """Sends to a receiver that refuses a tensor, or else groups that end in an error; the errors of both."""
+    device = own_device(rank)
+    model, sharded = numbered(24, device, Settings(timeout_s=60.0))
+    model.fill(1)
+    sharded.publish()
+    process, address = receiver(Path(folder), refused)
+
+    def groups(reader: Reader) -> Iterator[dict[str, torch.Tensor]]:
+        for number, group in enumerate(read_groups(reader, NBYTES, 1, device=device)):
+            if number == 1 and not refused:
+                raise StaleVersionError("version 2 was published")
+            yield group
+
+    with Reader(weight_handle(sharded)) as reader, pytest.raises((ReceiverError, StaleVersionError)) as caught:
+        send_weights(groups(reader), address, timeout_s=240.0)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1 and not os.path.exists(Path(folder) / "received.pt")
+    return str(caught.value), stderr
+
+
+@pytest.mark.parametrize("refused", ["second.weight", ""])
+def test_an_error_of_either_end_ends_both_and_says_why(ranks: Pools, tmp_path: Path, refused: str) -> None:
+    [(sender, other)] = ranks(1).run(ends_by_an_error, str(tmp_path), refused, timeout=400)
+    if refused:
+        assert "asked to load second.weight" in sender and "this model has no second.weight" in sender
+        assert "RuntimeError: ReceiverError: the receiver at" in other
+    else:
+        assert "version 2 was published" in sender
+        assert "RuntimeError: StaleVersionError: version 2 was published" in other
+
+
+def test_a_receiver_that_never_connects_is_named(device: torch.device, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/receiver"
+    with pytest.raises(
+        WaitTimeoutError, match=rf"no receiver at {address} has connected within 0.3 s when asked to map"
+    ):
+        send_weights(iter([{"weight": torch.ones(3, device=device)}]), address, timeout_s=0.3)
+
+
+def test_tensors_outside_the_bucket_are_refused(device: torch.device, tmp_path: Path) -> None:
+    one = torch.ones(4, 4, device=device)
+    for other in (torch.ones(3, device=device), one.T[:2]):
+        with pytest.raises(ValueError, match="other is not contiguous, or not in the storage of the first"):
+            send_weights([{"weight": one, "other": other}], f"ipc://{tmp_path}/receiver", timeout_s=0.3)
