@@ -15,7 +15,7 @@ In place of 2 and 3 an exception ends the receiver, which raises it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -66,6 +66,8 @@ def send_weights(groups: Iterable[Mapping[str, torch.Tensor]], address: str, *, 
         raise
     finally:
         receiver.close()
+        if isinstance(remaining, Generator):
+            remaining.close()  # its thread reads no more: the caller may close the reader
         del bucket
         torch.cuda.ipc_collect()  # torch keeps memory that another process had mapped until it is asked
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -106,8 +107,11 @@ def ends_by_an_error(rank: int, world: int, folder: str, refused: str) -> tuple[
                 raise StaleVersionError("version 2 was published")
             yield group
 
-    with Reader(weight_handle(sharded)) as reader, pytest.raises((ReceiverError, StaleVersionError)) as caught:
-        send_weights(groups(reader), address, timeout_s=240.0)
+    with Reader(weight_handle(sharded)) as reader:
+        sent = groups(reader)
+        with pytest.raises((ReceiverError, StaleVersionError)) as caught:
+            send_weights(sent, address, timeout_s=240.0)
+        assert inspect.getgeneratorstate(sent) == inspect.GEN_CLOSED, "what it had begun to read"
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1 and not os.path.exists(Path(folder) / "received.pt")
     return str(caught.value), stderr
