@@ -92,10 +92,14 @@ class VirtualMover:
         self._host(self._costs.push)
         self._lanes.ask(4 * sum(numels) * len(places) / self._costs.engine)
 
-    def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
-        self._host(self._costs.drain)
-        read = sum(one.nbytes for each in values for one in each)
-        self._lanes.ask((read + 2 * sum(place.nbytes for place in places)) / self._costs.memory)
+    def addition(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> SimpleNamespace:
+        moved = sum(one.nbytes for each in values for one in each) + 2 * sum(place.nbytes for place in places)
+
+        def run() -> None:
+            self._host(self._costs.drain)
+            self._lanes.ask(moved / self._costs.memory)
+
+        return SimpleNamespace(run=run)
 
 
 class _Param:

@@ -4,7 +4,7 @@ The folder is `triton_kernels/` in the repository and is installed as `odc.kerne
 """
 
 from odc.kernels.accumulate import ScatterPlan, accumulate, scatter
-from odc.kernels.add import add, add_all
+from odc.kernels.add import AddPlan, add, add_all
 from odc.kernels.differ import differ
 from odc.kernels.gather import GatherPlan, gather
 from odc.kernels.get import get
@@ -19,6 +19,7 @@ from odc.kernels.rows import fixed_rows
 from odc.kernels.tables import passing_table, pointer_table, reserve_tables
 
 __all__ = [
+    "AddPlan",
     "GatherPlan",
     "PatchPlan",
     "RoundingPlan",

@@ -47,11 +47,12 @@ def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, block
 def add_all(
     places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]], *, block: int | None = None
 ) -> None:
-    """Add to each place all of its values, in their order and in the place's dtype.
+    """Add to each place all of its values, once: see `AddPlan`."""
+    AddPlan(places, values, block=block).run()
 
-    Does not wait: the caller has seen that the values have arrived, returns the slots afterwards, and makes sure that
-    no other program adds. One launch for each pair of dtypes, on the current stream; see `launch` for threads and
-    errors.
+
+class AddPlan:
+    """Adds to each place all of its values, in their order and in the place's dtype, whenever it runs.
 
     Args:
         places: contiguous views of an accumulator that do not overlap, fp32 or fp64; UnsupportedError for another.
@@ -60,21 +61,32 @@ def add_all(
 
     Raises ValueError if values are not as long as their place, of several dtypes, or not on one device.
     """
-    if not places:
-        return
-    device = places[0].device
-    contiguous("place", places, device)
-    sums: list[_Sum] = []
-    for place, sources in zip(places, values, strict=True):
-        contiguous("value", sources, device)
-        n, kinds = place.numel(), {(source.dtype, source.numel()) for source in sources}
-        if len(kinds) != 1 or sources[0].numel() != n:
-            had = ", ".join(f"{source.numel()} elements of {source.dtype}" for source in sources)
-            raise ValueError(f"values of one dtype and {n} elements are needed; these are {had or 'none'}")
-        addresses = tuple([source.data_ptr() for source in sources])
-        sums.append((place.data_ptr(), n, place.dtype, sources[0].dtype, addresses))
-    for run, programs, numbers, rows, addressed in _launches(device, block, tuple(sums)):
-        run(programs, passing_table(numbers, device), rows, passing_table(addressed, device))
+
+    def __init__(
+        self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]], *, block: int | None = None
+    ) -> None:
+        self._mapped = places, values  # the launches have addresses alone
+        self._device = device = places[0].device if places else torch.device("cpu")
+        contiguous("place", places, device)
+        sums: list[_Sum] = []
+        for place, sources in zip(places, values, strict=True):
+            contiguous("value", sources, device)
+            n, kinds = place.numel(), {(source.dtype, source.numel()) for source in sources}
+            if len(kinds) != 1 or sources[0].numel() != n:
+                had = ", ".join(f"{source.numel()} elements of {source.dtype}" for source in sources)
+                raise ValueError(f"values of one dtype and {n} elements are needed; these are {had or 'none'}")
+            addresses = tuple([source.data_ptr() for source in sources])
+            sums.append((place.data_ptr(), n, place.dtype, sources[0].dtype, addresses))
+        self._launches = _launches(device, block, tuple(sums))
+
+    def run(self) -> None:
+        """Ask for it. Does not wait: the caller has seen that the values have arrived, returns the slots afterwards,
+        and makes sure that no other program adds. One launch for each pair of dtypes, on the current stream; see
+        `launch` for threads and errors.
+        """
+        device = self._device
+        for run, programs, numbers, rows, addressed in self._launches:
+            run(programs, passing_table(numbers, device), rows, passing_table(addressed, device))
 
 
 _KEPT = 1024  # launches

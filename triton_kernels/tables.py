@@ -30,19 +30,21 @@ class TableRing:
         self._there = torch.zeros(SLOTS, NUMBERS, dtype=torch.int64, device=device)
         self._numbers = self._here.numpy()
         self._copied = [torch.cuda.Event() for _ in range(SLOTS)] if pinned else []
-        self._slots: OrderedDict[tuple[int, ...], int] = OrderedDict()  # the next to make room first
+        # By their numbers the slot and its view, which is made once; the next to make room first.
+        self._tables: OrderedDict[tuple[int, ...], tuple[int, torch.Tensor]] = OrderedDict()
         self._changing = threading.Lock()
 
     def table(self, numbers: tuple[int, ...]) -> torch.Tensor:
         """int64 [numbers] on the device, for what the stream is asked for until `SLOTS` others have been asked for."""
         with self._changing:
-            slot = self._slots.get(numbers)
-            if slot is None:
-                slot = len(self._slots) if len(self._slots) < SLOTS else self._slots.popitem(last=False)[1]
+            found = self._tables.get(numbers)
+            if found is None:
+                full = len(self._tables) == SLOTS
+                slot = self._tables.popitem(last=False)[1][0] if full else len(self._tables)
                 self._fill(slot, numbers)
-                self._slots[numbers] = slot
-            self._slots.move_to_end(numbers)
-            return self._there[slot, : len(numbers)]
+                found = self._tables[numbers] = slot, self._there[slot, : len(numbers)]
+            self._tables.move_to_end(numbers)
+            return found[1]
 
     def _fill(self, slot: int, numbers: tuple[int, ...]) -> None:
         copied = self._copied[slot] if self._copied else None

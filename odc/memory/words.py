@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import platform
 import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -79,6 +81,21 @@ class Words:
     def store(self, i: int, value: int) -> None:
         """Set word `i`; releases: what this thread wrote before is visible to any thread that loads the new value."""
         self._atomics.store(self._at(i), _fits(value))
+
+    def loading(self, i: int) -> Callable[[], int]:
+        """`load` of word `i`, for frequent calls: the index is checked once, here."""
+        return self._bound(self._atomics.load, i)
+
+    def storing(self, i: int) -> Callable[[int], None]:
+        """`store` of word `i`, for frequent calls: the index is checked once, here, and whether a value fits is not."""
+        if type(self).store is not Words.store:  # a subclass sees every store
+            return functools.partial(self.store, i)
+        return self._bound(self._atomics.store, i)
+
+    def _bound(self, operation: Callable[..., Any], i: int) -> Callable[..., Any]:
+        bound = functools.partial(operation, self._at(i))
+        bound.keepalive = self._keepalive  # type: ignore[attr-defined]  # the memory stays mapped while it can be called
+        return bound
 
     def wake(self, i: int) -> None:
         """Wake every thread, of any process, that is in `wait_at_least` of word `i`. Does not wait."""

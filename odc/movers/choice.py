@@ -17,7 +17,7 @@ import torch
 from odc.errors import UnsupportedError, install
 from odc.memory import Lanes
 from odc.movers import cpu
-from odc.movers.plans import PackedUnit, Patches, Rounding
+from odc.movers.plans import Addition, PackedUnit, Patches, Rounding
 from odc.settings import Settings
 
 LAUNCHING = ("fetch", "push", "server")  # lanes in which odc's threads launch kernels
@@ -102,8 +102,8 @@ class DeviceMover(DataMover, Protocol):
             slots: (shard, its owner's slot, uint8).
         """
 
-    def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Add to each place all of its values, converting; places do not overlap, and no other thread adds."""
+    def addition(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> Addition:
+        """How to add to each place all of its values, converting; places do not overlap."""
 
     def accumulate_all(
         self,

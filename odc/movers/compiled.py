@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from odc.kernels import (
+    AddPlan,
     GatherPlan,
     PatchPlan,
     RoundingPlan,
     ScatterPlan,
     UnitChanges,
-    add_all,
     differ,
     fixed_rows,
     pack,
@@ -57,11 +57,11 @@ class CompiledMover(CudaMover):
             for target, way in [*ways, (sums, {"to": total})] if atomic else ways:
                 plan = ScatterPlan((1,), (1,), (0,), dtype, 1, device, **way)
                 plan.run([value.data_ptr()], passing_table([target.data_ptr()], device), 0, 1)
-            add_all([sums], [[value]])
+            AddPlan([sums], [[value]]).run()
 
-    def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
-        """See `DeviceMover.add_all`; one launch a pair of dtypes."""
-        add_all(places, values)
+    def addition(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> AddPlan:
+        """See `DeviceMover.addition`; one launch a pair of dtypes."""
+        return AddPlan(places, values)
 
     def pack(self, units: Sequence[PackedUnit], found: torch.Tensor) -> None:
         """See `DeviceMover.pack`; one launch a pair of dtypes, for all units."""

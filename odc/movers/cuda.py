@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from odc.movers import cpu, driver
-from odc.movers.plans import PackedUnit, Patches, Rounding
+from odc.movers.plans import Addition, PackedUnit, Patches, Rounding
 
 _COMPARED = 4 << 20  # elements at a time: what a comparison of shards with what was published takes beside them
 
@@ -61,6 +61,20 @@ class EngineCopies:
         bases = np.array([memory.data_ptr() for _, memory in owners], dtype=np.int64)
         starts = np.array([here[i] for i in self.large], dtype=np.int64)
         return (starts + begins).ravel(), (bases[:, None] + self._offsets).ravel(), sizes
+
+
+class ForeachAddition:
+    """An `Addition` by torch: one call for the first values of all places, one for their second, and so on."""
+
+    def __init__(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._turns: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        for turn in range(max(map(len, values), default=0)):
+            pairs = [(place, each[turn]) for place, each in zip(places, values, strict=True) if turn < len(each)]
+            self._turns.append(([place for place, _ in pairs], [value for _, value in pairs]))
+
+    def run(self) -> None:
+        for places, values in self._turns:
+            torch._foreach_add_(places, values)
 
 
 class CudaMover:
@@ -141,11 +155,9 @@ class CudaMover:
                     slot[(offset + n) * width : (offset + numel) * width].zero_()
         self._copy_all(*(np.array(each, dtype=np.int64) for each in (targets, sources, sizes)))
 
-    def add_all(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> None:
-        """See `DeviceMover.add_all`."""
-        for turn in range(max(map(len, values), default=0)):
-            pairs = [(place, each[turn]) for place, each in zip(places, values, strict=True) if turn < len(each)]
-            torch._foreach_add_([place for place, _ in pairs], [value for _, value in pairs])
+    def addition(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> Addition:
+        """See `DeviceMover.addition`."""
+        return ForeachAddition(places, values)
 
     def add_part(
         self,

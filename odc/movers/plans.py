@@ -1,5 +1,5 @@
-"""What movers make for one unit and keep: how its changes are applied, and how its sums are rounded; for devices, by
-kernels.
+"""What movers make and callers keep: how values are added, how the changes of a unit are applied, and how its sums are
+rounded; for devices.
 """
 
 from __future__ import annotations
@@ -12,6 +12,13 @@ import torch
 #: Of a unit, by parameter: where its shard is published, the version before, which may lie in the same place, and the
 #: shard; then the memory for what has changed.
 PackedUnit = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor]
+
+
+class Addition(Protocol):
+    """Adds the same values to the same places, whatever they hold, again and again. It keeps their memory mapped."""
+
+    def run(self) -> None:
+        """Ask for it in the current lane; no other thread adds to these places meanwhile."""
 
 
 class Patches(Protocol):

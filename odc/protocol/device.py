@@ -18,15 +18,17 @@ import torch
 from odc.deadlines import DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S, Backoff
 from odc.movers.choice import device_mover
 from odc.movers.cuda import Values
+from odc.movers.plans import Addition
 from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.push import Gradient, HostRoute, PushRoute
-from odc.protocol.ring import Inbox, Outbox
+from odc.protocol.ring import Header, Inbox, Outbox
 from odc.protocol.runs import Run, runs_of
-from odc.protocol.units import Piece, UnitSpec
+from odc.protocol.units import UnitSpec, bytes_of
 from odc.trace import recorder
 
 _Key = tuple[int, int, int, torch.dtype]  # where blocks are added: unit, first element, end, and their dtype
+_KEPT = 1024  # batches
 
 
 class DeviceRoute(PushRoute):
@@ -151,11 +153,10 @@ class DeviceRoute(PushRoute):
 
 @dataclass(frozen=True)
 class _Batch:
-    """Blocks that the device adds: of each inbox some of one unit. `added` is reached once it has."""
+    """Blocks that are added together: their additions and, of each source, its inbox, their unit, number and bytes."""
 
-    blocks: list[tuple[Inbox, UnitSpec, list[Piece]]]
-    begin: int
-    added: object
+    additions: list[Addition]
+    sources: list[tuple[Inbox, UnitSpec, int, int]]
 
 
 class DeviceDrain:
@@ -167,8 +168,9 @@ class DeviceDrain:
 
     def __init__(self, layout: HeapLayout, inboxes: Sequence[Inbox], most: int) -> None:
         self._layout, self._inboxes, self._most = layout, inboxes, most
-        self._batch: _Batch | None = None
-        self._totals: dict[tuple[int, int, int], torch.Tensor] = {}  # made once, as an inbox's blocks
+        # By the headers of their blocks, the oldest first: a unit is mostly posted as before, to one of a few slots.
+        self._batches: dict[tuple[tuple[Header, ...], ...], _Batch] = {}
+        self._asked: tuple[_Batch, int, object] | None = None  # with its begin, and a mark after it
         self._backoff = Backoff(DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S)
 
     def __call__(self) -> bool:
@@ -176,17 +178,18 @@ class DeviceDrain:
 
         Sleeps for a millisecond at most, if the device is not ready.
         """
-        if self._batch is None:
-            self._batch = self._ask()
+        if self._asked is None:
+            self._asked = self._ask()
             self._backoff.restart()
-        if self._batch is None:
+        if self._asked is None:
             return False
-        if not self._layout.heap.lanes.reached(self._batch.added):
+        batch, begin, added = self._asked
+        if not self._layout.heap.lanes.reached(added):
             self._backoff.sleep()
             return True
-        for inbox, unit, blocks in self._batch.blocks:
-            inbox.finish(unit, blocks, self._batch.begin)
-        self._batch = None
+        for inbox, unit, count, nbytes in batch.sources:
+            inbox.finish(unit, count, nbytes, begin)
+        self._asked = None
         return True
 
     def settle(self) -> None:
@@ -195,32 +198,39 @@ class DeviceDrain:
         with lanes.lane("server"):
             lanes.settle()
 
-    def _ask(self) -> _Batch | None:
+    def _ask(self) -> tuple[_Batch, int, object] | None:
         """Ask for what all sources have posted to be added, in one launch where blocks do not overlap."""
-        found = [(inbox, inbox.peek(self._most)) for inbox in self._inboxes]
-        batches = [(inbox, *batch) for inbox, batch in found if batch is not None]
-        if not batches:
+        found = tuple([inbox.headers(self._most) for inbox in self._inboxes])
+        if not any(found):
             return None
-        layout, begin = self._layout, recorder().now_on("server")
+        begin, lanes = recorder().now_on("server"), self._layout.heap.lanes
+        batch = self._batches.get(found) or self._batch(found)
+        with lanes.lane("server"):
+            for addition in batch.additions:
+                addition.run()
+            return batch, begin, lanes.mark()
+
+    def _batch(self, found: tuple[tuple[Header, ...], ...]) -> _Batch:
+        """The blocks with such headers, by inbox; kept until `_KEPT` others have come."""
+        posted = [
+            (inbox, *inbox.blocks(headers)) for inbox, headers in zip(self._inboxes, found, strict=True) if headers
+        ]
         places: dict[_Key, list[torch.Tensor]] = {}
-        for _, unit, blocks in batches:
+        for _, unit, blocks in posted:
             for block in blocks:
                 key = unit.index, block.first, block.first + block.values.numel(), block.values.dtype
                 places.setdefault(key, []).append(block.values)
-        lanes = layout.heap.lanes
-        with lanes.lane("server"):
-            for turn in _turns(places) if len(places) > 1 else [list(places)]:
-                totals = [self._total(unit, first, end) for unit, first, end, _ in turn]
-                device_mover(layout.mover).add_all(totals, [places[key] for key in turn])
-            return _Batch(batches, begin, lanes.mark())
-
-    def _total(self, unit: int, first: int, end: int) -> torch.Tensor:
-        """Elements [first, end) of a unit's accumulator."""
-        key = unit, first, end
-        found = self._totals.get(key)
-        if found is None:
-            found = self._totals[key] = self._layout.mine.accumulator(self._layout.units[unit])[first:end]
-        return found
+        mover, additions = device_mover(self._layout.mover), list[Addition]()
+        for turn in _turns(places):
+            totals = [
+                self._layout.mine.accumulator(self._layout.units[unit])[first:end] for unit, first, end, _ in turn
+            ]
+            additions.append(mover.addition(totals, [places[key] for key in turn]))
+        if len(self._batches) == _KEPT:
+            del self._batches[next(iter(self._batches))]
+        sources = [(inbox, unit, len(blocks), bytes_of(blocks)) for inbox, unit, blocks in posted]
+        self._batches[found] = batch = _Batch(additions, sources)
+        return batch
 
 
 def _turns(places: dict[_Key, list[torch.Tensor]]) -> list[list[_Key]]:

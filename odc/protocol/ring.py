@@ -24,6 +24,9 @@ _WIRE_CODES = {dtype: code for code, dtype in enumerate(WIRE_DTYPES)}
 _SLOT = 4  # word of a header
 _HEADER = struct.Struct(f"={HEADER_WORDS}q")
 
+#: Of a block: index of its unit, first element, elements, code of its dtype, slot.
+Header = tuple[int, int, int, int, int]
+
 
 class RingWords:
     """SENT and ACCUMULATED of the ring from `source` to `owner`; they count blocks since the start."""
@@ -33,10 +36,10 @@ class RingWords:
         if layout.settings.check_protocol:
             checks = ProtocolChecks(layout.grid, layout.peer)
             sent, accumulated = checks.ring(owner, source, sent, accumulated, layout.ring.slots)
-        self.posted: Callable[[], int] = functools.partial(sent.load, source)
-        self.post: Callable[[int], None] = functools.partial(sent.store, source)  # data and headers are in place
-        self.added: Callable[[], int] = functools.partial(accumulated.load, source)  # slots that may be filled again
-        self.give_back: Callable[[int], None] = functools.partial(accumulated.store, source)  # after the sums
+        self.posted = sent.loading(source)
+        self.post = sent.storing(source)  # data and headers are in place
+        self.added = accumulated.loading(source)  # slots that may be filled again
+        self.give_back = accumulated.storing(source)  # after the sums
 
 
 class Outbox:
@@ -131,25 +134,36 @@ class Inbox:
         """Posted blocks that are not yet taken: slots in use."""
         return self._words.posted() - self._taken
 
-    def peek(self, most: int = 1) -> tuple[UnitSpec, list[Piece]] | None:
-        """The oldest blocks, up to `most` and of one unit, in wire dtype; views into their slots. None if empty."""
-        found: list[Piece] = []
-        index = -1
-        for at in range(self._taken, self._taken + min(most, self.waiting())):
-            unit, first, numel, code, slot = _HEADER.unpack_from(self._headers, at % self._slots * _HEADER.size)
-            if found and unit != index:
+    def headers(self, most: int = 1) -> tuple[Header, ...]:
+        """Of the oldest blocks, up to `most` and of one unit; () if there are none."""
+        found: list[Header] = []
+        begin = self._taken
+        end = min(begin + most, self._words.posted())  # acquire: data and headers are visible
+        for at in range(begin, end):
+            header = _HEADER.unpack_from(self._headers, at % self._slots * _HEADER.size)
+            if found and header[0] != found[0][0]:
                 break
-            index = unit
+            found.append(header)
+        return tuple(found)
+
+    def blocks(self, headers: Sequence[Header]) -> tuple[UnitSpec, list[Piece]]:
+        """What `headers` returned, which is not (): blocks in wire dtype, views into their slots."""
+        found: list[Piece] = []
+        for _, first, numel, code, slot in headers:
             values = self._blocks.get((code, slot, numel))
             if values is None:
                 values = self._blocks[code, slot, numel] = self._data[code][slot, :numel]
             found.append(Piece(first, values))
-        return (self._units[index], found) if found else None
+        return self._units[headers[0][0]], found
 
-    def finish(self, unit: UnitSpec, blocks: Sequence[Piece], begin: int) -> None:
-        """As `take`, of what `peek` returned; records the addition, which began at `begin` on the lane "server"."""
-        self.take(len(blocks))
-        nbytes = sum([block.values.nbytes for block in blocks])
+    def peek(self, most: int = 1) -> tuple[UnitSpec, list[Piece]] | None:
+        """The blocks of `headers`; None if there are none."""
+        headers = self.headers(most)
+        return self.blocks(headers) if headers else None
+
+    def finish(self, unit: UnitSpec, count: int, nbytes: int, begin: int) -> None:
+        """As `take`, of blocks of one unit; records the addition, which began at `begin` on the lane "server"."""
+        self.take(count)
         recorder().add(PUSH, begin, unit=unit.name, peer=self._rank, nbytes=nbytes, lane="server")
 
     def take(self, count: int = 1) -> None:

@@ -101,3 +101,8 @@ class Piece(NamedTuple):
 
     first: int
     values: torch.Tensor
+
+
+def bytes_of(pieces: Sequence[Piece]) -> int:
+    """Bytes of all their values."""
+    return sum([piece.values.nbytes for piece in pieces])

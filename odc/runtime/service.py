@@ -22,6 +22,7 @@ from odc.protocol.layout import HeapLayout
 from odc.protocol.protocol import abort
 from odc.protocol.queue import progress
 from odc.protocol.ring import Inbox
+from odc.protocol.units import bytes_of
 from odc.protocol.words import RootState, Word
 from odc.trace import recorder
 
@@ -76,7 +77,7 @@ class Service:
             unit, blocks = batch
             begin = recorder().now_on("server")
             self._adder.add(self.layout.grid.me, unit, blocks)
-            inbox.finish(unit, blocks, begin)
+            inbox.finish(unit, len(blocks), bytes_of(blocks), begin)
             found = True
         return found
 

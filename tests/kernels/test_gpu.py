@@ -270,7 +270,7 @@ def test_moves_never_wait_for_the_device_and_take_few_launches(cuda: torch.devic
         ),
         "stage": (lambda: mover.stage(outs, numels, firsts, [(1, memory[1])]), 1, large),
         "add": (lambda: mover.add(here, places), 1, 0),
-        "add_all": (lambda: mover.add_all([here[0]], [[parts[0], outs[0][: numels[0]], parts[0]]]), 1, 0),
+        "addition": (lambda: mover.addition([here[0]], [[parts[0], outs[0][: numels[0]], parts[0]]]).run(), 1, 0),
         "accumulate_all": (lambda: mover.accumulate_all(outs, numels, firsts, list(enumerate(sums))), 1, 0),
         "differ": (lambda: mover.differ(places, parts, found), 1, 0),
     }

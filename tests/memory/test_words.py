@@ -42,6 +42,8 @@ def test_an_index_out_of_bounds_touches_nothing() -> None:
             lambda i=i: words.load(i),
             lambda i=i: words.store(i, 1),
             lambda i=i: words.add(i, 1),
+            lambda i=i: words.loading(i),
+            lambda i=i: words.storing(i),
         ):
             with pytest.raises(IndexError, match=f"word {i} of 4"):
                 use()
@@ -80,6 +82,37 @@ def test_a_tensor_is_the_same_memory_and_keeps_it() -> None:
     del tensor
     gc.collect()
     assert gone() is None
+
+
+def test_what_loads_and_stores_one_word_keeps_its_memory() -> None:
+    memory = Memory()
+    gone = weakref.ref(memory)
+    words = words_of(memory)
+    load, store = words.loading(2), words.storing(2)
+    store(-7)
+    assert load() == words.load(2) == -7
+    assert sum(memory) == -7, "no other word was touched"
+    del memory, words, store
+    gc.collect()
+    assert gone() is not None and load() == -7
+    del load
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_subclass_sees_every_store() -> None:
+    class Watched(Words):
+        __slots__ = ("seen",)
+
+        def store(self, i: int, value: int) -> None:
+            self.seen.append((i, value))
+            super().store(i, value)
+
+    memory = Memory()
+    words = Watched(ctypes.addressof(memory), 8, memory)
+    words.seen = []
+    words.storing(3)(5)
+    assert words.seen == [(3, 5)] and memory[3] == 5
 
 
 def test_no_words() -> None:

@@ -143,8 +143,14 @@ def test_a_part_is_added_to_one_accumulator() -> None:
 def test_all_sources_are_added_and_every_change_is_seen() -> None:
     mover = CudaMover(0, 1)
     totals = [torch.zeros(4), torch.ones(2)]
-    mover.add_all(totals, [[torch.ones(4), torch.full((4,), 2, dtype=BF16), torch.ones(4)], [torch.ones(2)]])
+    values = [[torch.ones(4), torch.full((4,), 2, dtype=BF16), torch.ones(4)], [torch.ones(2)]]
+    addition = mover.addition(totals, values)
+    assert [total.tolist() for total in totals] == [[0.0] * 4, [1.0] * 2]
+    addition.run()
     assert [total.tolist() for total in totals] == [[4.0] * 4, [2.0] * 2]
+    values[1][0].fill_(7.0)
+    addition.run()
+    assert [total.tolist() for total in totals] == [[8.0] * 4, [9.0] * 2]
     places, shards = [torch.arange(5.0).to(BF16), torch.arange(3.0)], [torch.arange(5.0), torch.arange(3.0)]
     found = torch.zeros(2, dtype=torch.int32)
     mover.differ(places, shards, found)

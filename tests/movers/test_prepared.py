@@ -55,7 +55,7 @@ def test_torchs_kernels_are_loaded_by_the_training_thread() -> None:
             mover.gather([torch.zeros(shards * numel, dtype=dtype)], [0], shards, memory)
             mover.stage(values, (numel,), (0,), memory)
             mover.add_part(values, (numel,), (0,), 0, sums)
-            mover.add_all([sums], [[values[0][:numel]] * 2])
+            mover.addition([sums], [[values[0][:numel]] * 2]).run()
             mover.add([sums], [values[0][:numel]])
     assert len(late.found) >= 5
     assert late.found <= early.found, late.found - early.found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 import pytest
@@ -40,7 +40,12 @@ def asked(group: HeapGroup, member: int, name: str, patch: pytest.MonkeyPatch) -
     mover, calls = group.layouts[member].mover, list[int]()
     assert isinstance(mover, DeferredMover)
     ask = getattr(mover, name)
-    patch.setattr(mover, name, lambda first, *rest: (calls.append(len(first)), ask(first, *rest)), raising=False)
+
+    def noted(first: Sized, *rest: object) -> Any:
+        calls.append(len(first))
+        return ask(first, *rest)
+
+    patch.setattr(mover, name, noted, raising=False)
     return calls
 
 
@@ -104,7 +109,7 @@ def test_a_drain_waits_for_no_device_and_adds_what_all_sources_pushed_in_one_cal
         for member in (1, 2, 3):
             push(group, deferred[member], member, 0, gradients(group.units[0], 4, 10.0**member))
         push(group, deferred[1], 1, 1, gradients(group.units[1], 4, 3.0))
-        added, before = asked(group, 0, "add_all", monkeypatch), deferred[0].settled
+        added, before = asked(group, 0, "addition", monkeypatch), deferred[0].settled
         group.drain(0)
         assert added == [1, 1], "a quarter of a ring at a time, at least one block"
         assert deferred[0].settled == before
@@ -119,11 +124,35 @@ def test_sources_at_different_units_are_added_in_one_call(
         group.publish_all()
         push(group, deferred[1], 1, 0, gradients(group.units[0], 3, 1.0))
         push(group, deferred[2], 2, 1, gradients(group.units[1], 3, 2.0))
-        added = asked(group, 0, "add_all", monkeypatch)
+        added = asked(group, 0, "addition", monkeypatch)
         group.drain(0)
         assert added == [2]
         totals = [set(group.layouts[0].mine.accumulator(unit).tolist()) for unit in group.units]
         assert totals == [{1.0}, {2.0}]
+
+
+@pytest.mark.parametrize("kept", [1024, 1])
+def test_how_blocks_are_added_is_kept_by_their_headers_alone(
+    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """The same two sources, one of them, and both at another unit; then what they pushed first, with other values."""
+    monkeypatch.setattr("odc.protocol.device._KEPT", kept)
+    with HeapGroup(MATRICES, 3, by_hand=True) as group:
+        group.publish_all()
+        added = asked(group, 0, "addition", monkeypatch)
+        expected = [0.0, 0.0]
+        for turn in range(6):
+            before = len(added)
+            for sources, index in (((1, 2), 0), ((2,), 0), ((1, 2), 1), ((1,), 1)):
+                for source in sources:
+                    value = float(2 ** (2 * turn + source))
+                    push(group, deferred[source], source, index, gradients(group.units[index], 3, value))
+                    expected[index] += value
+                for member in range(3):
+                    group.drain(member)
+                totals = [set(group.layouts[0].mine.accumulator(unit).tolist()) for unit in group.units]
+                assert totals == [{value} for value in expected]
+        assert len(added) - before == (0 if kept > 1 else 4), "of the last turn"
 
 
 def test_blocks_that_overlap_are_added_one_after_the_other(
@@ -135,7 +164,7 @@ def test_blocks_that_overlap_are_added_one_after_the_other(
         push(group, deferred[1], 1, 0, gradients(group.units[0], 4, 1.0))
         push(group, deferred[2], 2, 0, gradients(group.units[0], 4, 2.0)[1:3])
         push(group, deferred[3], 3, 0, gradients(group.units[0], 4, 4.0)[2:])
-        added = asked(group, 0, "add_all", monkeypatch)
+        added = asked(group, 0, "addition", monkeypatch)
         group.drain(0)
         assert added == [1, 1, 1]
         push(group, deferred[1], 1, 0, gradients(group.units[0], 4, 8.0)[:2])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.protocol import Inbox, Outbox, Piece
 from odc.protocol.regions import Ring
+from odc.protocol.ring import RingWords
 from odc.settings import Settings
 
 SLOT = 128  # bytes
@@ -106,6 +108,20 @@ def test_a_batch_is_what_waits_of_one_unit(group: HeapGroup) -> None:
     assert box.credit() == 2
     assert [piece.values.item() for piece in pieces(inbox, most=3)] == [3.0]
     inbox.take()
+
+
+def test_checks_see_what_either_end_of_a_ring_stores(group: HeapGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    for member in (1, 2):
+        checked = replace(group.layouts[member].settings, check_protocol=True)
+        monkeypatch.setattr(group.layouts[member], "settings", checked)
+    pusher, reader = RingWords(group.layouts[2], 1, 2), RingWords(group.layouts[1], 1, 2)
+    posted = pusher.posted()
+    assert reader.added() == posted
+    with pytest.raises(AssertionError, match=f"a ring of {SLOTS} slots"):
+        pusher.post(posted + SLOTS + 1)
+    with pytest.raises(AssertionError, match=f"a ring of {SLOTS} slots"):
+        reader.give_back(posted + 1)
+    assert pusher.posted() == reader.added() == posted
 
 
 def test_the_slot_that_came_back_last_is_filled_next(group: HeapGroup) -> None:

@@ -21,7 +21,7 @@ import torch
 from odc.memory import shm
 from odc.movers import cpu
 from odc.movers.cuda import CudaMover
-from odc.movers.plans import PackedUnit
+from odc.movers.plans import Addition, PackedUnit
 from odc.protocol import Gradient, layout
 from odc.protocol.rounding import RoundedUnit
 from support import change_tiles
@@ -157,6 +157,9 @@ class DeferredMover:
     def rounding(self, params: Sequence[tuple[int, int, bool]], device: torch.device) -> LateRounding:
         return LateRounding(self._lanes, params)
 
+    def addition(self, places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> LateAddition:
+        return LateAddition(self._lanes, self._mover.addition(places, values))
+
     def accumulate_all(
         self,
         values: Sequence[torch.Tensor],
@@ -184,6 +187,16 @@ def publish_and_pack(units: Sequence[PackedUnit], found: torch.Tensor) -> None:
             found[number] += (packed.numel() - change_tiles.directory_bytes(places)) // 4
         if packed.numel() <= into.numel():
             into[: packed.numel()] = packed
+
+
+class LateAddition:
+    """An `Addition`, later."""
+
+    def __init__(self, lanes: Asked, now: Addition) -> None:
+        self._lanes, self._now = lanes, now
+
+    def run(self) -> None:
+        self._lanes.ask(self._now.run)
 
 
 class LatePatches:

@@ -70,7 +70,7 @@ def minibatch(
                     values = [torch.zeros(shards * numel - 1, dtype=kind)]
                     mover.stage(values, (numel,), (0,), memory)
                     mover.add_part(values, (numel,), (0,), 0, sums)
-                    mover.add_all([sums[:numel]], [[values[0][:numel]] * 3])
+                    mover.addition([sums[:numel]], [[values[0][:numel]] * 3]).run()
                     mover.add([sums[1 : 1 + numel]], [values[0][:numel]])
                     if atomic:
                         mover.accumulate_all(values, (numel,), (0,), [(0, sums), (1, sums)])

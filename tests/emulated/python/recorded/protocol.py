@@ -36,18 +36,18 @@ def ring(module: ModuleType) -> None:
 
         return run
 
-    def peek(real: Callable[..., Any]) -> Callable[..., Any]:
+    def headers(real: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any) -> Any:
             found = real(self, *args)
             size = len(self._headers) // self._slots
-            for at in range(self._taken, self._taken + len(found[1]) if found else 0):
+            for at in range(self._taken, self._taken + len(found)):
                 touched(self._headers[at % self._slots * size :][:size], READ)
             return found
 
         return run
 
     wrapped(module.Outbox, "post", post)
-    wrapped(module.Inbox, "peek", peek)
+    wrapped(module.Inbox, "headers", headers)
 
 
 def counts(module: ModuleType) -> None:
@@ -144,9 +144,20 @@ def _placed(real: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _placed_run(real: Callable[..., Any]) -> Callable[..., Any]:
+    def make(*args: Any) -> Any:
+        found = real(*args)
+        found.run = _placed(found.run)
+        return found
+
+    return make
+
+
 def mover(module: ModuleType) -> None:
     """Where in odc a mover is called."""
     for owner in (module.CudaMover, *module.CudaMover.__subclasses__()):
-        for method in ("gather", "stage", "add_all", "add_part", "accumulate_all", "differ"):
+        for method in ("gather", "stage", "add_part", "accumulate_all", "differ"):
             if method in vars(owner):
                 wrapped(owner, method, _placed)
+        if "addition" in vars(owner):
+            wrapped(owner, "addition", _placed_run)
