@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -26,28 +27,24 @@ from recorded.notes import (
 )
 
 
+class _Headers:
+    """The layout of blocks' headers, which notes what is read and written by it at the moment when it is."""
+
+    def __init__(self, layout: struct.Struct) -> None:
+        self._layout, self.size = layout, layout.size
+
+    def pack_into(self, headers: memoryview, at: int, *words: int) -> None:
+        touched(headers[at : at + self.size], WRITE)
+        self._layout.pack_into(headers, at, *words)
+
+    def unpack_from(self, headers: memoryview, at: int) -> tuple[int, ...]:
+        touched(headers[at : at + self.size], READ)
+        return self._layout.unpack_from(headers, at)
+
+
 def ring(module: ModuleType) -> None:
     """Headers of blocks, in memory of the host."""
-
-    def post(real: Callable[..., None]) -> Callable[..., None]:
-        def run(self: Any, *args: Any) -> None:
-            touched(self._headers[self.posted % self.ring.slots].data, WRITE)  # on the CPU a post shows it as well
-            real(self, *args)
-
-        return run
-
-    def headers(real: Callable[..., Any]) -> Callable[..., Any]:
-        def run(self: Any, *args: Any) -> Any:
-            found = real(self, *args)
-            size = len(self._headers) // self._slots
-            for at in range(self._taken, self._taken + len(found)):
-                touched(self._headers[at % self._slots * size :][:size], READ)
-            return found
-
-        return run
-
-    wrapped(module.Outbox, "post", post)
-    wrapped(module.Inbox, "headers", headers)
+    module._HEADER = _Headers(module._HEADER)  # type: ignore[attr-defined]
 
 
 def counts(module: ModuleType) -> None:
