@@ -1,9 +1,8 @@
 """The inner loops of `odc.movers.changes`, which numba compiles: see there for the code that they write and read.
 
-They call nothing but numpy, and each other. A branch on a single word is mispredicted too often,
-so there is none: loops over the words of a tile become vector instructions, and bits are moved for all lanes
-of a tile at once. A lane is 64 bits of a map of the words, eight of its bytes. Only words that have other values are
-taken one by one.
+They call nothing but numpy, and each other. A branch on a single word is mispredicted too often, so there is none:
+loops over the words of a tile become vector instructions, and bits are moved for all lanes of a tile at once. A lane is
+64 bits of a map of the words, eight of its bytes. Only words that have other values are taken one by one.
 """
 
 from __future__ import annotations
@@ -121,13 +120,13 @@ def _move(words: np.ndarray, near: np.ndarray, up: np.ndarray) -> None:
 
 def _filled(groups: np.ndarray, tops: np.ndarray) -> int:
     """How many groups have a changed word; `tops` gets their map."""
-    count: Any = 0
+    count = 0
     for i in range(ROW):
-        top: Any = np.uint8(0)
+        top = np.uint8(0)
         for bit in range(8):
             filled = np.uint8(groups[bit * ROW + i] != 0)
             top |= filled << bit
-            count += filled
+            count += int(filled)
         tops[i] = top
     return count
 
