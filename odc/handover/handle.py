@@ -14,7 +14,7 @@ import torch
 
 from odc.errors import OdcError
 
-SCHEMA = "odc-weight-handle-4"
+SCHEMA = "odc-weight-handle-5"
 
 
 @dataclass(frozen=True)

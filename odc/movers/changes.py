@@ -7,12 +7,15 @@ anything, the halves with the exponents behave as bf16 does.
 A shard is packed by tiles of 4096 words, each by itself:
 
     4 bytes a tile, and 4 more     where its record begins, and where the last one ends; an empty record: no change
-    of a record: 64 bytes          a bit for each group of 8 words: whether one has changed
-    a byte a changed group         a bit for each word
-    2 bits a changed word          1: the next value, 2: the value before, 0: another value
+    of a record: 64 bytes          a map of the groups of 8 words: whether one has changed
+    a byte a changed group         a bit for each word; the bytes of all groups are a map of the words
+    a bit a changed word           1: moved by one, 0: another value
+    a bit a word moved by one      1: the next value, 0: the value before
     2 bytes each                   the other values
 
-The last two begin on 4 bytes. docs/decisions.md names the codes that were measured beside it.
+The bits follow each other from the low end of each byte on; the values begin on 4 bytes. In a map, bit b of byte i
+stands for item 64 b + i of each block of 512. What is listed of words is in the order of the map's bits, not of the
+words. So maps are made without moving a bit sideways. docs/decisions.md names the codes that were measured beside it.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def pack(old: torch.Tensor, new: torch.Tensor, into: torch.Tensor) -> int:
 
     Returns the bytes written; 0 if nothing has changed, TOO_LARGE if they do not fit. Does not wait.
     """
-    return int(_loops().pack(_words(old), _words(new), into.numpy(), *_bits()))
+    return int(_loops().pack(_words(old), _words(new), into.numpy()))
 
 
 def patch(shard: torch.Tensor, packed: torch.Tensor) -> None:
@@ -62,7 +65,7 @@ def patch(shard: torch.Tensor, packed: torch.Tensor) -> None:
     """
     words, found = _words(shard), packed.numpy()
     if available():
-        _loops().patch(words, found, *_bits())
+        _loops().patch(words, found)
         return
     starts = found[: 4 * (-(-len(words) // change_loops.TILE) + 1)].view(np.uint32).tolist()
     for tile, (start, end) in enumerate(itertools.pairwise(starts)):
@@ -71,17 +74,25 @@ def patch(shard: torch.Tensor, packed: torch.Tensor) -> None:
 
 
 def _patch_tile(words: np.ndarray, record: np.ndarray) -> None:
-    tops = change_loops.TILE // change_loops.GROUP // 8
-    groups = np.flatnonzero(_unpacked(record[:tops]))
-    codes_at = tops + len(groups)
-    which = np.flatnonzero(_unpacked(record[tops:codes_at]))
-    places = groups[which // change_loops.GROUP] * change_loops.GROUP + which % change_loops.GROUP
-    values_at = round_up(codes_at + -(-len(places) // 4), 4)
-    codes = _unpacked(record[codes_at:values_at])[: 2 * len(places)].reshape(-1, 2)
-    new = words[places] + codes[:, 0] - codes[:, 1]
-    others = ~codes.any(1)
-    new[others] = record[values_at:].view(np.uint16)[: others.sum()]
-    words[places] = new
+    rows, groups = change_loops.ROW, np.zeros(change_loops.GROUPS, np.uint8)
+    filled = np.flatnonzero(_unpacked(record[:rows]).reshape(rows, 8).T)
+    bits_at = rows + len(filled)
+    groups[filled] = record[rows:bits_at]
+    places = _items()[np.flatnonzero(_unpacked(groups))]
+    bits = _unpacked(record[bits_at : bits_at + 2 * change_loops.TILE // 8])
+    near = bits[: len(places)].astype(bool)
+    moved = near.sum()
+    up = bits[len(places) : len(places) + moved]
+    values_at = round_up(bits_at + -(-(len(places) + moved) // 8), 4)
+    words[places[near]] += np.uint16(2) * up - np.uint16(1)
+    words[places[~near]] = record[values_at:].view(np.uint16)[: len(places) - moved]
+
+
+@cache
+def _items() -> np.ndarray:
+    """The words of a tile in the order of the bits of its map."""
+    words = np.arange(change_loops.TILE)
+    return words.reshape(-1, 8, change_loops.ROW).transpose(0, 2, 1).ravel()
 
 
 def _unpacked(bits: np.ndarray) -> np.ndarray:
@@ -98,16 +109,6 @@ def _words(memory: torch.Tensor) -> np.ndarray:
 @cache
 def _loops() -> Any:
     loops, words = compiled(change_loops), np.zeros(change_loops.GROUP, np.uint16)
-    size = loops.pack(words, words + words.dtype.type(1), into := np.zeros(256, np.uint8), *_bits())
-    loops.patch(words, into[:size], *_bits())
+    size = loops.pack(words, words + words.dtype.type(1), into := np.zeros(256, np.uint8))
+    loops.patch(words, into[:size])
     return loops
-
-
-@cache
-def _bits() -> tuple[np.ndarray, np.ndarray]:
-    """uint8 [256, 8]: the numbers of the bits that are set in each byte; uint8 [256]: how many they are."""
-    places, counts = np.zeros((256, 8), np.uint8), np.zeros(256, np.uint8)
-    for byte in range(256):
-        found = [i for i in range(8) if byte >> i & 1]
-        places[byte, : len(found)], counts[byte] = found, len(found)
-    return places, counts

@@ -94,7 +94,7 @@ def test_a_weight_handle_of_another_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"schema": "odc-weight-handle-1"}', '{"schema": "odc-weight-handle-3"}']
+    "text", ["", "[]", "{}", '{"schema": "odc-weight-handle-1"}', '{"schema": "odc-weight-handle-4"}']
 )
 def test_no_weight_handle_at_all(text: str) -> None:
     with pytest.raises(OdcError, match="this is not a weight handle"):

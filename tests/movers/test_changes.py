@@ -26,25 +26,30 @@ def as_bytes(words: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(words.view(np.uint8))
 
 
+def item(byte: int, bit: int) -> int:
+    """What a bit of a map stands for."""
+    return byte // 64 * 512 + 64 * bit + byte % 64
+
+
 def reference(words: np.ndarray, found: np.ndarray) -> np.ndarray:
     """What `found` says of `words`, read as the module's docstring has it, bit by bit."""
     words, tiles = words.copy(), -(-len(words) // 4096)
     starts = found[: 4 * (tiles + 1)].view(np.uint32).tolist()
     for tile in range(tiles):
-        record = found[starts[tile] : starts[tile + 1]]
-        if not len(record):
+        record = found[starts[tile] : starts[tile + 1]].tolist()
+        if not record:
             continue
-        groups = np.flatnonzero(np.unpackbits(record[:64], bitorder="little"))
-        masks = np.unpackbits(record[64 : 64 + len(groups)], bitorder="little").reshape(-1, 8)
-        changed = [
-            tile * 4096 + 8 * group + i for group, mask in zip(groups, masks, strict=True) for i in range(8) if mask[i]
-        ]
-        codes = np.unpackbits(record[64 + len(groups) :][: -(-len(changed) // 4)], bitorder="little").reshape(-1, 2)
-        at = -(-(64 + len(groups) + -(-len(changed) // 4)) // 4) * 4
-        values = iter(record[at:].view(U16))
-        for place, (low, high) in zip(changed, codes, strict=False):
-            code = int(low) + 2 * int(high)
-            words[place] = next(values) if code == 0 else (int(words[place]) + (1 if code == 1 else -1)) % (1 << 16)
+        groups = sorted(item(i, bit) for i in range(64) for bit in range(8) if record[i] >> bit & 1)
+        masks = zip(groups, record[64:], strict=False)
+        changed = [4096 * tile + item(group, bit) for group, mask in masks for bit in range(8) if mask >> bit & 1]
+        at = 64 + len(groups)
+        bits = [byte >> bit & 1 for byte in record[at:] for bit in range(8)]
+        near, ups = bits[: len(changed)], iter(bits[len(changed) :])
+        at = -(-(at + -(-(len(changed) + sum(near)) // 8)) // 4) * 4
+        values = iter(np.array(record[at:], np.uint8).view(U16))
+        for place, moved in zip(changed, near, strict=True):
+            words[place] = (int(words[place]) + (1 if next(ups) else -1)) % (1 << 16) if moved else next(values)
+        assert len(list(values)) <= 1, "more values than the words that need one, and two bytes to end on four"
     return words
 
 
@@ -84,6 +89,23 @@ def test_a_patched_shard_is_the_new_one_bit_for_bit(pair: tuple[np.ndarray, np.n
         assert (patched == new).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rate", [0.0, 1e-6, 1e-4, 1e-1])
+def test_every_compute_dtype_is_patched_bit_for_bit(dtype: torch.dtype, rate: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(10_000, generator=generator) * 0.02
+    weights[:100:7], weights[1:100:7], weights[2:100:7] = torch.nan, torch.inf, -0.0
+    after = weights - rate * torch.randn(10_000, generator=generator)
+    old, new = (one.to(dtype).view(torch.uint8).numpy().view(U16) for one in (weights, after))
+    found = packed(old, new)
+    assert found is not None and bool(found.numel()) == bool((old != new).any())
+    for _ in with_and_without_numba():
+        patched = old.copy()
+        if found.numel():
+            changes.patch(as_bytes(patched), found.clone())
+        assert (patched == new).all()
+
+
 def test_few_bytes_for_what_an_optimizer_step_changes() -> None:
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(1 << 20, generator=generator) * 0.02
@@ -91,10 +113,10 @@ def test_few_bytes_for_what_an_optimizer_step_changes() -> None:
     old, new = (one.bfloat16().view(torch.int16).numpy().view(U16) for one in (weights, after))
     changed = int((old != new).sum())
     jumps = int((~np.isin(new - old, [0, 1, 0xFFFF])).sum())
-    groups = int((old != new).reshape(-1, 8).any(1).sum())
+    groups = int((old != new).reshape(-1, 8, 64).any(1).sum())
     found = packed(old, new)
     assert found is not None
-    least = 4 * 257 + 64 * 256 + groups + changed / 4 + 2 * jumps
+    least = 4 * 257 + 64 * 256 + groups + (2 * changed - jumps) / 8 + 2 * jumps
     assert least <= found.numel() <= least + 256 * 8
 
 
