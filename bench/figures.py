@@ -65,6 +65,7 @@ STEPS = (
     _bench("landings", overlay=".venv-nixl"),
     _bench("emulated", "--regime swe-smith --steps 2 --scale 0.08", "emulated_swe_smith"),
     _pytest("fetch", "push", "overlap", "pieces", "inputs"),
+    _pytest("packing"),
     _bench("split", "--regime longalign --counts 1 4 --steps 1 --seconds 9", "split_longalign"),
     _compare(
         "compare --demo --max-tokens 8192 --minibatch-size 3 --arms odc,odc-split --repeats 2 --steps 5", "split_demo"

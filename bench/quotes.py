@@ -292,6 +292,15 @@ def changes() -> Figures:
 
 
 @_quote
+def packing() -> Figures:
+    result = stored("packing")
+    return result | {
+        "both": " / ".join(f"{row['both, s/GB']:.2f}" for row in result["rows"]),
+        "copy": span([row["a copy, s/GB"] for row in result["rows"]]),
+    }
+
+
+@_quote
 def recovery() -> Figures:
     result, hosts_ = stored("recovery"), stored("recovery_hosts")
     ways = [row for row in result["rows"] if "lost_s" in row]
