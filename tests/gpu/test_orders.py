@@ -62,6 +62,7 @@ SCENARIOS = {
         "test_hosts", "same", (((1, 1), (2, 1), (0, 2)), _settings(changes="on"), (2,)), 2, 2
     ),
     "rounded sums": Scenario("test_hosts", "sums_in_backward", ("bfloat16",), 4, 2),
+    "int8 sums": Scenario("test_hosts", "int8_gradients", ("cuda",), 4, 2),
     "optimizer": Scenario("test_optimizer_stream", "trained", (True,)),
 }  # fmt: skip
 #: What continuous integration takes out; `make orders` takes out all.
