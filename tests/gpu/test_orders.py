@@ -65,8 +65,6 @@ SCENARIOS = {
     "int8 sums": Scenario("test_hosts", "int8_gradients", ("cuda",), 4, 2),
     "optimizer": Scenario("test_optimizer_stream", "trained", (True,)),
 }  # fmt: skip
-#: What continuous integration takes out; `make orders` takes out all.
-FIRST = ("settled-publish", "push-follows-own-add", "slots-given-back-when-added")
 
 
 def evaluates(rank: int, world: int) -> None:
@@ -91,10 +89,7 @@ def mutated(rank: int, world: int, mutation: str, scenario: Scenario) -> None:
     torch.cuda.synchronize()  # the next program begins after all of this one
 
 
-@pytest.mark.parametrize(
-    "mutation",
-    [pytest.param(name, marks=[pytest.mark.thorough] * (name not in FIRST)) for name in mutations.table()],
-)
+@pytest.mark.parametrize("mutation", mutations.table())
 def test_without_it_the_checker_reports(
     request: pytest.FixtureRequest, ranks: Callable[[int], Any], mutation: str
 ) -> None:
