@@ -1,0 +1,45 @@
+"""A job's store whose server is silent for a while, as where its host is cut off or stopped."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+PATIENCE_S = 120.0  # then a call fails, so that a test whose wait nothing ends fails too
+
+
+class SilentStore:
+    """A store of this process. While it is `silent`, no call of it ends; `asked` is set once one has begun."""
+
+    def __init__(self, *, silent: bool = True) -> None:
+        made: Any = dist
+        self.store, self.asked, self._answers = made.HashStore(), threading.Event(), threading.Event()
+        self.silent = silent
+
+    @property
+    def silent(self) -> bool:
+        return not self._answers.is_set()
+
+    @silent.setter
+    def silent(self, silent: bool) -> None:
+        if silent:
+            self._answers.clear()
+        else:
+            self._answers.set()
+
+    def clone(self) -> Any:
+        raise NotImplementedError("a process has one connection to it")
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.store, name)
+
+        def call(*arguments: Any) -> Any:
+            if self.silent:
+                self.asked.set()
+            if not self._answers.wait(PATIENCE_S):
+                raise RuntimeError(f"nothing has ended the wait for {name}{arguments}")
+            return method(*arguments)
+
+        return call
