@@ -49,8 +49,8 @@ class CollectiveExchange:
 
     @property
     def per_host(self) -> int:
-        job, rank = JobStore(self._store, self._timeout_s), self.ranks[self.me]
-        announce_process(job, rank)
+        rank = self.ranks[self.me]
+        announce_process(job := JobStore(self._store, self._timeout_s, rank), rank)
         return instances_of_host(locate(job, RankGrid(self.ranks, len(self.ranks), self.me)))
 
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
