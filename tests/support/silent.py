@@ -11,12 +11,15 @@ PATIENCE_S = 120.0  # then a call fails, so that a test whose wait nothing ends 
 
 
 class SilentStore:
-    """A store of this process. While it is `silent`, no call of it ends; `asked` is set once one has begun."""
+    """A store of this process. While it is `silent`, no call of it ends; `asked` is set once one has begun.
+
+    `waited` names the calls that have ended all the same, after a patience that no test waits for.
+    """
 
     def __init__(self, *, silent: bool = True) -> None:
         made: Any = dist
         self.store, self.asked, self._answers = made.HashStore(), threading.Event(), threading.Event()
-        self.silent = silent
+        self.silent, self.waited = silent, list[str]()
 
     @property
     def silent(self) -> bool:
@@ -39,6 +42,7 @@ class SilentStore:
             if self.silent:
                 self.asked.set()
             if not self._answers.wait(PATIENCE_S):
+                self.waited.append(name)
                 raise RuntimeError(f"nothing has ended the wait for {name}{arguments}")
             return method(*arguments)
 
