@@ -13,11 +13,11 @@ import torch.distributed as dist
 from support.doubles import KINDS, exchange_of
 from support.rank_worker import die
 from support.ranks import spawn_ranks
-from support.silent import SilentStore
+from support.silent import SilentStore, silent_once_a_rank_is_lost
 from support.toy import ENCODERS, POLICIES
 
 from odc.dispatch import BalancePolicy, Phase, Rearrangement, Records
-from odc.dispatch.exchange import BACK, checked_group
+from odc.dispatch.exchange import BACK, CollectiveExchange, checked_group
 from odc.dispatch.exchange.checked_group import CheckedGroup
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
@@ -202,6 +202,20 @@ def test_a_collective_that_fails_asks_a_silent_store_once(
     with pytest.raises(WaitTimeoutError, match=r"moving data: some rank, .* did not come within .*\(connection reset"):
         group.run("moving data", break_off)
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize("waits", ["a collective", "per_host"])
+def test_a_loss_ends_the_wait_of_an_exchange_for_a_silent_store(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
+    """As where the host of the store is cut off: this rank knows that before any call of the store ends."""
+    values = {"get_rank": 0, "get_world_size": 2, "new_group": None, "get_process_group_ranks": [0, 1]}
+    for name, value in {**values, "get_backend": "gloo"}.items():
+        monkeypatch.setattr(dist, name, lambda *given, found=value, **options: found)
+    ended = pytest.raises(PeerLostError, match="rank 0, .*: the job was aborted by rank 1: rank 1 died")
+    with silent_once_a_rank_is_lost() as store, ended:
+        exchange = CollectiveExchange(store, timeout_s=600.0)
+        if waits == "per_host":
+            assert not exchange.per_host
+        exchange.gather(1, "lengths", np.array([1]))
 
 
 # plans ------------------------------------------------------------------------------------------------------------

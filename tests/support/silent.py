@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+
+from odc.net.liveness import Loss
+from odc.runtime import daemon, stop_daemon
 
 PATIENCE_S = 120.0  # then a call fails, so that a test whose wait nothing ends fails too
 
@@ -47,3 +52,16 @@ class SilentStore:
             return method(*arguments)
 
         return call
+
+
+@contextmanager
+def silent_once_a_rank_is_lost(rank: int = 0) -> Iterator[SilentStore]:
+    """A silent store of `rank`, in a process whose daemon knows that rank 1 has died. Some error must end its calls."""
+    store = SilentStore()
+    daemon(rank).liveness.report(Loss(1, 1, "rank 1 died"))
+    try:
+        yield store
+    finally:
+        store.silent = False
+        stop_daemon()
+    assert not store.waited, "the wait for the store ends only with it"

@@ -5,6 +5,7 @@ Each rank counts its collectives in the job's store, so that a timeout can name 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
 from odc.dispatch.rearrangement import Ints
 from odc.errors import OdcError, PlanError, UnsupportedError, WaitTimeoutError
 from odc.net import JobStore, KeyValueStore
+from odc.runtime import refuse_losses
 
 T = TypeVar("T")
 
@@ -34,8 +36,10 @@ class CheckedGroup:
         if list(ranks) != sorted(ranks):
             raise UnsupportedError(f"an exchange of {name!r} by collectives over ranks {ranks}, which do not rise")
         self._name, self.ranks, self._timeout_s = name, ranks, timeout_s
-        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), dist.get_rank())
-        self.me = ranks.index(dist.get_rank())
+        rank = dist.get_rank()
+        watch = functools.partial(refuse_losses, f"rank {rank}, asking the job's store in an exchange by collectives")
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), rank, watch=watch)
+        self.me = ranks.index(rank)
         self._number = 0
         # torch names a locally synchronized group by its ranks alone and connects under that name: one that was
         # destroyed leaves stale addresses to the next, so groups of some ranks are kept to the end.
