@@ -18,8 +18,10 @@ from torch import nn
 
 from odc.errors import OdcError, PeerLostError
 from odc.eval.peers import Peers
+from odc.fsdp import live_roots
 from odc.net import JobStore
 from odc.net.announced import announce_process
+from odc.runtime import refuse_losses
 from odc.settings import LONGEST_TIMEOUT_S
 
 
@@ -40,8 +42,8 @@ def session(
         timeout_s: how many seconds to wait for a rank that makes no progress: no forward of `modules`, nothing sent,
             no `peers.tick()`. Then WaitTimeoutError names it.
 
-    Raises PeerLostError if another rank failed, or one of this host has ended; OdcError if this process is not in the
-    group.
+    Raises PeerLostError if another rank failed, one of this host has ended, or the job of a sharded model was aborted;
+    OdcError if this process is not in the group.
     """
     peers = _join(group, timeout_s)
     hooks = contextlib.ExitStack()
@@ -58,10 +60,11 @@ def session(
             yield peers
             peers.leave("the end of the evaluation")
         except BaseException as error:
-            with contextlib.suppress(OdcError):  # the store is gone, and with it the job
-                peers.fail(error)
-            if isinstance(error, Exception) and not isinstance(error, PeerLostError):
-                _blame(peers, error)
+            failed = None
+            with contextlib.suppress(OdcError):  # the store is gone, and with it the job; no other rank can be blamed
+                failed = peers.fail(error)
+            if failed is not None and isinstance(error, Exception) and not isinstance(error, PeerLostError):
+                _blame(peers, error, *failed)
             raise
 
 
@@ -95,19 +98,22 @@ def _join(group: dist.ProcessGroup | None, timeout_s: float) -> Peers:
         raise OdcError(f"rank {dist.get_rank()} evaluates in a group that it does not belong to: {ranks}")
     me = ranks.index(dist.get_rank())
     owner: Any = dist.group.WORLD if group is None else group
-    store = JobStore(owner.get_group_store(), timeout_s, dist.get_rank())
+    watch = functools.partial(_refuse_abort, "entering an evaluation")
+    store = JobStore(owner.get_group_store(), timeout_s, dist.get_rank(), watch=watch)
     announce_process(store, dist.get_rank())
     number = store.add(f"odc.eval/sessions/{me}", 1)  # the same on every rank: all run their sessions in one order
-    return Peers(store, ranks, me, timeout_s, f"odc.eval/{number}/")
+    return Peers(store, ranks, me, timeout_s, f"odc.eval/{number}/", check=_refuse_abort)
 
 
-def _blame(peers: Peers, error: Exception) -> None:
+def _refuse_abort(doing: str) -> None:
+    """Raise PeerLostError if this process has learned that the job was aborted, or a rank lost. Does not wait."""
+    for root in live_roots():
+        root.member.protocol.waiter.check(doing)
+    refuse_losses(f"rank {dist.get_rank()}, {doing}")
+
+
+def _blame(peers: Peers, error: Exception, culprit: int, reason: str) -> None:
     """Raise PeerLostError from `error` if another rank failed first: an interrupted collective is not the cause."""
-    failed = None
-    with contextlib.suppress(OdcError):  # without the store no other rank can be blamed
-        failed = peers.failed()
-    if failed is not None and failed[0] not in (peers.rank, getattr(error, "culprit", None)):
+    if culprit not in (peers.rank, getattr(error, "culprit", None)):
         ended = f"rank {peers.rank}, ended by {type(error).__name__}"
-        raise PeerLostError(
-            f"{ended}: rank {failed[0]} failed in the evaluation: {failed[1]}", culprit=failed[0]
-        ) from error
+        raise PeerLostError(f"{ended}: rank {culprit} failed in the evaluation: {reason}", culprit=culprit) from error

@@ -6,6 +6,7 @@ It is built when its tree is first used, as only then dtypes, names and the set 
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from odc.fsdp.sender import Sender
 from odc.memory import keep_freed
 from odc.net import JobStore
 from odc.protocol import RootState
-from odc.runtime import Member, locate
+from odc.runtime import Member, locate, refuse_losses
 from odc.trace import recorder
 
 _roots: weakref.WeakSet[Root] = weakref.WeakSet()
@@ -56,7 +57,8 @@ class Root:
         grid = grid_of(groups, rank)
         self.settings = settings = agreed_settings(module, call)
         store = compat.default_store()
-        self.grid = grid = locate(JobStore(store, settings.timeout_s, rank), grid)
+        watch = functools.partial(refuse_losses, f"rank {rank}, building a root")
+        self.grid = grid = locate(JobStore(store, settings.timeout_s, rank, watch=watch), grid)
         for group in groups:
             group.odc_params = list(params_of(group))
         units = units_of(groups, settings)

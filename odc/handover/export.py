@@ -40,10 +40,11 @@ def weight_handle(model: Any) -> str:
         )
     names = _state_names(model, root)
     heap, owners, network = root_layout.heap, [], root.member.network
+    rendezvous = root.member.rendezvous
     for member in range(grid.shards):  # the first replica; under hybrid sharding all publish the same
-        announced = root.member.rendezvous.announced(member)
+        announced = rendezvous.announced(member)
         rank = grid.ranks[member]
-        listener = None if network is None else network.address_of(rank)
+        listener = None if network is None else network.address_of(rank, rendezvous.check)
         owners.append(
             ShardOwner(rank, announced["address"], reading_token(announced["token"]), announced["host"], listener)
         )

@@ -90,8 +90,10 @@ class ServerWeights:
         """
         store, rank, world = default_store(), dist.get_rank(), dist.get_world_size()
         if self._mail is None or self._mail[0] is not store:  # a job that goes on after a death has another
-            timeout_s = root_of(self._model).layout.settings.timeout_s
-            self._mail = store, Mailbox(store, range(world), rank, timeout_s, "odc/vllm/", task="training")
+            root = root_of(self._model)
+            timeout_s, check = root.layout.settings.timeout_s, root.member.protocol.waiter.check
+            mailbox = Mailbox(store, range(world), rank, timeout_s, "odc/vllm/", task="training", check=check)
+            self._mail = store, mailbox
         mailbox, what = self._mail[1], "the vLLM server's answer"
         if rank:
             return mailbox.receive(0, what).decode()

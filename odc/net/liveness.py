@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from odc.errors import aborted_by
 from odc.net.reactor import Reactor
 
 
@@ -63,12 +64,20 @@ class Liveness:
 
         self._reactor.call(begin)
 
+    def refuse(self, doing: str) -> None:
+        """Raise PeerLostError if a rank is lost for certain; `doing` begins its message. On any thread; does not wait.
+
+        For what has no root yet, whose ABORT would end its waits.
+        """
+        for loss in self.losses():
+            raise aborted_by(doing, loss.culprit, loss.text())
+
     def unfollow(self, name: str) -> None:
-        """On the loop's thread, as the others below."""
+        """On the loop's thread, as the last below."""
         self._followers.pop(name, None)
 
     def losses(self) -> list[Loss]:
-        """The first certain report of each lost rank."""
+        """The first certain report of each lost rank. On any thread: it is copied in one step."""
         return list(self._lost.values())
 
     def is_first(self, loss: Loss) -> bool:

@@ -7,6 +7,7 @@ hundred MB/s on one host: right for scores, texts and traces, but not for images
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from odc.deadlines import (
     MAIL_FIRST_SLEEP_S,
     MAIL_LONGEST_SLEEP_S,
     MAIL_TICK_S,
+    STORE_ENDING_S,
     STORE_LEAST_S,
     Backoff,
     Deadline,
@@ -39,7 +41,8 @@ class Mailbox:
 
     Every wait raises PeerLostError once another member has failed, or the process of the rank it waits for, which has
     announced it (`announce_process`), is seen to end; WaitTimeoutError, naming the end of the chain of waits; and as a
-    JobStore does.
+    JobStore does. `check`, given what this member does, is called in every wait, also in that for the store, which it
+    must not call; it may raise to end the wait.
     """
 
     def __init__(
@@ -52,10 +55,12 @@ class Mailbox:
         *,
         kind: str = "rank",
         task: str = "the evaluation",
+        check: Callable[[str], object] = lambda doing: None,
     ) -> None:
-        self._of_ranks = kind == "rank"
-        self._job = JobStore(store, max(timeout_s, STORE_LEAST_S), ids[me] if self._of_ranks else None)
-        self._store = JobStore(self._job, self._job.timeout_s, self._job.rank, prefix)
+        self._of_ranks, self._refuse = kind == "rank", check
+        watch = functools.partial(check, "asking the job's store")
+        self._job = JobStore(store, max(timeout_s, STORE_LEAST_S), ids[me] if self._of_ranks else None, watch=watch)
+        self._store = JobStore(self._job, self._job.timeout_s, self._job.rank, prefix, watch)
         self.ids, self.me, self.timeout_s = tuple(ids), me, timeout_s
         self._kind, self._task, self._names = kind, task, [f"{kind} {one}" for one in ids]
         self._sent, self._received = [0] * len(ids), [0] * len(ids)
@@ -90,20 +95,18 @@ class Mailbox:
     def failed(self) -> tuple[int, str] | None:
         """Which of `ids` failed first, and why; None if none has."""
         found = self._store.find("failed")
-        if found is None:
-            return None
-        culprit, reason = json.loads(found)
-        return int(culprit), str(reason)
+        return None if found is None else _decoded(found)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> tuple[int, str]:
         """End every wait of the other members and blame this one, or the rank that `error` blames.
 
-        Of several failures the first counts.
+        Of several failures the first counts, which it returns as `failed` does. Waits for the store 2 s at most.
         """
         mine = self.ids[self.me]
         culprit = culprit_of(error, mine) if self._of_ranks else mine
         # In one call: of two a busy machine may let only the first be made in time, and no member would learn of it.
-        self._store.compare_set("failed", "", json.dumps([culprit, f"{type(error).__name__}: {error}"]))
+        store, failure = self._store.within(STORE_ENDING_S), json.dumps([culprit, f"{type(error).__name__}: {error}"])
+        return _decoded(store.compare_set("failed", "", failure))
 
     def meet(self, what: str) -> None:
         """Wait until every member has called it; `what` names the wait in messages."""
@@ -167,6 +170,7 @@ class Mailbox:
         published, seen = False, -1
         while not ready():
             self.check(f"waiting for {what}")
+            self._refuse(f"waiting for {what}")
             backoff.sleep()
             if next_look.passed():
                 next_look = Deadline(MAIL_TICK_S)
@@ -205,3 +209,8 @@ class Mailbox:
     def _waits_for(self, member: int) -> int | None:
         key = f"waits/{member}"
         return int(self._store.get(key)) if self._store.check([key]) else None
+
+
+def _decoded(failure: bytes) -> tuple[int, str]:
+    culprit, reason = json.loads(failure)
+    return int(culprit), str(reason)

@@ -54,13 +54,14 @@ Welcome = Callable[[socket.socket, int], None]
 class HostNetwork:
     """The listener of this process and, once `open` was called, its engine.
 
-    `store` is torch's. Raises UnsupportedError where this host's address cannot be determined or listened at, and as a
-    JobStore does.
+    `store` is torch's. `check`, given what this rank is doing, may raise to end its wait for the store as it begins to
+    listen. Raises UnsupportedError where this host's address cannot be determined or listened at, and as a JobStore
+    does.
     """
 
-    def __init__(self, reactor: Reactor, store: Any, rank: int, settings: Settings) -> None:
+    def __init__(self, reactor: Reactor, store: Any, rank: int, settings: Settings, check: Check = no_check) -> None:
         self.rank, self.store = rank, JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank)
-        self._reactor, self._settings, self._torch_store = reactor, settings, store
+        self._reactor, self._settings, self._torch_store, self._check = reactor, settings, store, check
         self._engine: Engine | None = None
         self._purposes: dict[str, Welcome] = {}
         self._listener = self._listen()
@@ -68,7 +69,9 @@ class HostNetwork:
     def _listen(self) -> Listener[Admitted]:
         settings = self._settings
         address = own_address(self._torch_store, settings.address)
-        self._secret = job_secret(self.store, settings.secret_file)
+        doing = f"rank {self.rank}, beginning to listen for other hosts"
+        store = JobStore(self.store, self.store.timeout_s, self.rank, watch=lambda: self._check(doing))
+        self._secret = job_secret(store, settings.secret_file)
         try:
             listening = bind(address, settings.ports)
             port = int(listening.getsockname()[1])
@@ -81,7 +84,7 @@ class HostNetwork:
                 f"rank {self.rank} cannot listen at {address} ({error}); {remedy(error, other)}"
             ) from error
         self.address = address, port
-        self.store.set(_key(self.rank), json.dumps(self.address))
+        store.set(_key(self.rank), json.dumps(self.address))
         return listener
 
     def open(self, settings: Settings) -> None:

@@ -156,20 +156,24 @@ class Generations:
         """Change `generation`, if it is this process's still; returns what it is then."""
         return self._store.compare_set("generation", str(self.generation or ""), value).decode()
 
-    def _found(self) -> str:
-        return (self._store.find("generation") or b"0").decode()
+    def _found(self, store: JobStore | None = None) -> str:
+        return ((store or self._store).find("generation") or b"0").decode()
 
     def superseded(self) -> bool:
         """Whether a newer generation has begun."""
         return self._newest() > self.generation
 
-    def culprit(self) -> int | None:
-        """The rank that has ended this generation, -1 where that is not known; None while it goes on."""
+    def culprit(self, watch: Callable[[], object] = lambda: None) -> int | None:
+        """The rank that has ended this generation, -1 where that is not known; None while it goes on.
+
+        `watch` is called while the store does not answer, and may raise to end that wait.
+        """
         if dead := [place for place, process in self._processes.items() if not process.alive()]:
             return self.members.places.index(dead[0]) if dead[0] in self.members.places else -1
-        if (found := failure(self._of_group())) is not None:  # also of a rank on another host
+        if (found := failure(self._of_group(watch))) is not None:  # also of a rank on another host
             return found[0]
-        return -1 if self.superseded() else None
+        watched = JobStore(self._store, self._store.timeout_s, self.place, watch=watch)
+        return -1 if self._newest(watched) > self.generation else None
 
     @property
     def share_devices(self) -> bool:
@@ -322,13 +326,13 @@ class Generations:
     def _shown(self, held: dict[Share, Held]) -> Presence:
         return Presence(os.getpid(), host_identity(), held, self._device)
 
-    def _newest(self) -> int:
-        return int(self._found().removesuffix(_OVER))
+    def _newest(self, store: JobStore | None = None) -> int:
+        return int(self._found(store).removesuffix(_OVER))
 
-    def _of_group(self) -> JobStore:
+    def _of_group(self, watch: Callable[[], object] = lambda: None) -> JobStore:
         """What ranks store of this generation beside what this module does, in the store of their process group."""
         prefix = f"{self.generation}/{DEFAULT_PREFIX}{attempt()}"
-        return JobStore(self._store, self._store.timeout_s, self.place, prefix)
+        return JobStore(self._store, self._store.timeout_s, self.place, prefix, watch)
 
     def _late(self, missing: list[int], timeout_s: float) -> WaitTimeoutError:
         return WaitTimeoutError(

@@ -11,7 +11,6 @@ So a thread watches the ranks, and has NCCL abort. A collective that was aborted
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -41,14 +40,27 @@ class GenerationGroup:
 
     def _watch(self) -> None:
         while not self._closed.wait(NCCL_POLL_S):
-            with contextlib.suppress(OdcError):  # the store does not answer in time: the training thread says so
-                if self._generations.culprit() is None and not aborted_by_another():
-                    continue
-                with self._aborting:
-                    if not self._closed.is_set():
-                        self._cut_short = True  # before: whoever finds the device at rest finds out why
-                        abort_nccl()
-                return
+            if not aborted_by_another() and not self._given_up():
+                continue
+            with self._aborting:
+                if not self._closed.is_set():
+                    self._cut_short = True  # before: whoever finds the device at rest finds out why
+                    abort_nccl()
+            return
+
+    def _given_up(self) -> bool:
+        """Whether the generation is, as far as the ranks' processes and the store show; the store may not answer."""
+        try:
+            return self._generations.culprit(self._refuse) is not None
+        except GenerationOver:
+            return True
+        except OdcError:  # the training thread raises it
+            return False
+
+    def _refuse(self) -> None:
+        """End a call of the store, which may be on a host that is cut off, once it is not needed any more."""
+        if self._closed.is_set() or aborted_by_another():
+            raise GenerationOver
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
         """Wait until the devices of `tensors` have done all that they were asked for, in any stream.

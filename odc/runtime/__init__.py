@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from odc.runtime.arena import Arena, abort_arenas, leave_arenas
 from odc.runtime.connect import Rendezvous
-from odc.runtime.daemon import Daemon, await_releases, daemon, report_to_hosts, stop_daemon
+from odc.runtime.daemon import Daemon, await_releases, daemon, refuse_losses, report_to_hosts, stop_daemon
 from odc.runtime.linking import locate
 from odc.runtime.member import Endpoint, Member
 from odc.runtime.nvshmem import end_nvshmem
@@ -29,6 +29,7 @@ __all__ = [
     "leave_arenas",
     "locate",
     "reading_token",
+    "refuse_losses",
     "report_to_hosts",
     "stop_daemon",
 ]

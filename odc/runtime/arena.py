@@ -25,6 +25,7 @@ from odc.protocol.arena_protocol import AbsentMember, ArenaWords
 from odc.protocol.grid import RankGrid
 from odc.protocol.words import Word
 from odc.runtime.connect import Rendezvous
+from odc.runtime.daemon import refuse_losses
 from odc.runtime.linking import locate
 from odc.runtime.member import Member
 from odc.settings import Settings
@@ -92,7 +93,8 @@ class Arena:
         hosts: Settings | None = None,
         absent: Callable[[int], bool] = lambda member: False,
     ) -> None:
-        announce_process(job := JobStore(store, timeout_s, rank), rank)
+        watch = functools.partial(refuse_losses, f"rank {rank}, making an exchange")
+        announce_process(job := JobStore(store, timeout_s, rank, watch=watch), rank)
         grid = RankGrid(tuple(ranks), len(ranks), list(ranks).index(rank))
         self.grid = grid = grid if hosts is None else locate(job, grid)
         self.channels = {channel: i for i, channel in enumerate(channels)}

@@ -115,7 +115,7 @@ class Rendezvous:
     """Attaches one root to its peers. `connect` may be called from any thread.
 
     `identity` is of the root's heap, the same on every rank. A peer may take `timeout_s` to come up, and the store to
-    answer (5 s at least).
+    answer (5 s at least). No call of the store holds a thread up once the job was aborted.
     """
 
     def __init__(
@@ -126,7 +126,6 @@ class Rendezvous:
         # Weak, or the store's watch would keep this object, and it the heap, alive in a cycle.
         me = weakref.ref(self)
         self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), grid.rank, watch=lambda: _look(me))
-        self._patient = self._store.within(self._store.timeout_s)  # also once the job was aborted
         self.doorbells: dict[int, int] = {}  # member -> eventfd of its daemon
         self._notifying = threading.Lock()  # a doorbell is not closed while it is written to
         self._attached: set[int] = set()
@@ -169,14 +168,14 @@ class Rendezvous:
     def _list(self, rank: int, calls: list[int] | None) -> None:
         """List this root, with its calls, among this rank's roots; with None no longer."""
         with _listing:
-            listed = self._listed(self._patient, rank)
+            listed = self._listed(rank)
             listed.pop(self._identity, None)
             if calls is not None:
                 listed[self._identity] = calls
-            self._patient.set(self._roots_key(rank), json.dumps(listed))
+            self._store.set(self._roots_key(rank), json.dumps(listed))
 
-    def _listed(self, store: JobStore, rank: int) -> dict[str, list[int]]:
-        listed: dict[str, list[int]] = json.loads(store.find(self._roots_key(rank)) or "{}")
+    def _listed(self, rank: int) -> dict[str, list[int]]:
+        listed: dict[str, list[int]] = json.loads(self._store.find(self._roots_key(rank)) or "{}")
         return listed
 
     def _roots_key(self, rank: int) -> str:
@@ -277,7 +276,7 @@ class Rendezvous:
 
     def _refuse_other_root(self, rank: int) -> None:
         """Raise if `rank` has made another root of a call of `fully_shard` that belongs to this one here."""
-        for identity, calls in self._listed(self._store, rank).items() if self._calls else ():
+        for identity, calls in self._listed(rank).items() if self._calls else ():
             if identity != self._identity and self._calls.intersection(calls):
                 found = self._store.find(f"odc/{identity}/{rank}")
                 if found is not None:  # else all its ranks have shut it down by now
@@ -326,18 +325,18 @@ class Rendezvous:
 
         It attaches to replicas only when it is done with a minibatch, before whose end no member shuts down.
         """
-        self._patient.set(self._key(self.grid.me) + "/settled", "1")
+        self._store.set(self._key(self.grid.me) + "/settled", "1")
 
     def unsettled(self, members: Sequence[int]) -> list[int]:
         """Those of `members` that may still attach to this rank: they live, and have neither settled nor aborted."""
-        if not members or self._patient.check([self._key(member) + "/settled" for member in members]):
+        if not members or self._store.check([self._key(member) + "/settled" for member in members]):
             return []
         return [member for member in members if self._may_attach(member)]
 
     def _may_attach(self, member: int) -> bool:
-        if any(self._patient.check([self._key(member) + kind]) for kind in ("/settled", "/aborted")):
+        if any(self._store.check([self._key(member) + kind]) for kind in ("/settled", "/aborted")):
             return False
-        process = process_of(self._patient, self.grid.ranks[member])
+        process = process_of(self._store, self.grid.ranks[member])
         return process is None or process.alive()
 
     def forget(self) -> None:
@@ -345,12 +344,12 @@ class Rendezvous:
         if self._calls:
             self._list(self.grid.rank, None)
         released = f"odc/{self._identity}/released"
-        if self._patient.add(released, 1) < len(self.grid.ranks):
+        if self._store.add(released, 1) < len(self.grid.ranks):
             return
         for member in self.grid.members:
             for kind in _KEYS:
-                self._patient.delete_key(self._key(member) + kind)
-        self._patient.delete_key(released)
+                self._store.delete_key(self._key(member) + kind)
+        self._store.delete_key(released)
 
     def close(self) -> None:
         """Give the peers' doorbells back, and drop the callbacks: the heap holds this object, and they the heap."""

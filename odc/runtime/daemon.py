@@ -168,7 +168,7 @@ class Daemon:
 
     def _listening(self, store: Any, settings: Settings) -> HostNetwork:
         if self._network is None:
-            self._network = HostNetwork(self._reactor, store, self.rank, settings)
+            self._network = HostNetwork(self._reactor, store, self.rank, settings, self.liveness.refuse)
         return self._network
 
     def notify(self) -> None:
@@ -277,6 +277,12 @@ def report_to_hosts(reason: str, culprit: int) -> None:
     """Report the error that ends this rank to other hosts, also where no root is linked. Never raises or waits."""
     if _daemon is not None and _daemon.alive():
         _daemon.liveness.report(Loss(_daemon.rank, culprit, reason))
+
+
+def refuse_losses(doing: str) -> None:
+    """Raise PeerLostError if this process knows that a rank of the job is lost. Does not wait."""
+    if _daemon is not None and _daemon.alive():
+        _daemon.liveness.refuse(doing)
 
 
 @dataclass(frozen=True)

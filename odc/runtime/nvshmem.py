@@ -35,7 +35,7 @@ from odc.memory.nvshmem import Library, SlabPiece
 from odc.net.announced import host_identity, process_of, refuse_failure
 from odc.net.store import JobStore
 from odc.net.tcp import interface_of, own_address
-from odc.runtime.daemon import process_status
+from odc.runtime.daemon import process_status, refuse_losses
 from odc.settings import Settings
 
 _ALL = "all have come"
@@ -118,7 +118,8 @@ def placer(
     """
 
     def place(nbytes: int) -> tuple[Library, int]:
-        patient = JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank)
+        watch = functools.partial(refuse_losses, f"rank {rank}, finding a place for heap {identity}")
+        patient = JobStore(store, max(STORE_LEAST_S, settings.timeout_s), rank, watch=watch)
         job = _start(store, patient, settings, rank, ranks, device, nbytes)
         job.kept = job.kept or settings.gradient_views
         return job.library, _place(patient, job, identity, members, nbytes).offset

@@ -59,9 +59,7 @@ class HeapRelease:
 
     def check(self) -> bool:
         """Whether no peer needs the root any more. On the thread of releases; may wait for the job's store."""
-        mine = self._layout.mine
-        if mine.board.load(Word.ABORT):
-            self._rendezvous.report(mine.reason, mine.board.load(Word.ABORT) - 1)
+        if self._aborted():
             return True
         try:
             if not self._settled:
@@ -73,8 +71,17 @@ class HeapRelease:
                 self._rendezvous.forget()
                 return True
         except OdcError:  # no process can attach without the store, and it has gone with its host or does not answer
+            self._aborted()  # or the job was, which ends that wait
             return True
         return self._expired()
+
+    def _aborted(self) -> bool:
+        """Whether the job was aborted; the reason is then left for peers that have not attached yet."""
+        mine = self._layout.mine
+        if not (found := mine.board.load(Word.ABORT)):
+            return False
+        self._rendezvous.report(mine.reason, found - 1)
+        return True
 
     def _expired(self) -> bool:
         peers = [self._layout.peer(member) for member in {*self._remaining, *self._layout.grid.remote}]

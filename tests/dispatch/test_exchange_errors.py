@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,16 +13,18 @@ import torch.distributed as dist
 from support.doubles import KINDS, exchange_of
 from support.rank_worker import die
 from support.ranks import spawn_ranks
+from support.silent import SilentStore, silent_once_a_rank_is_lost
 from support.toy import ENCODERS, POLICIES
 
 from odc.dispatch import BalancePolicy, Phase, Rearrangement, Records
-from odc.dispatch.exchange import BACK
+from odc.dispatch.exchange import BACK, CollectiveExchange, checked_group
 from odc.dispatch.exchange.checked_group import CheckedGroup
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
 from odc.errors import HeapMemoryError, PeerLostError, PlanError, UnsupportedError, WaitTimeoutError
 from odc.fsdp import default_store
+from odc.net import JobStore
 
 
 def swapped(rank: int, rows: int = 3) -> Route:
@@ -155,6 +158,64 @@ def test_collectives_are_refused_over_ranks_that_do_not_rise() -> None:
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedError, match=r"over ranks \(2, 0, 1\), which do not rise"):
         CheckedGroup(store, "data", (2, 0, 1), "gloo", 60.0)
+
+
+@pytest.fixture
+def group_over_a_silent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CheckedGroup, SilentStore]]:
+    """Rank 0's part of a group of three ranks, whose store falls silent when the test asks for it."""
+    for name, value in {"get_rank": 0, "get_world_size": 3, "new_group": None}.items():
+        monkeypatch.setattr(dist, name, lambda *given, found=value, **options: found)
+    for name in ("STORE_LEAST_S", "STORE_ENDING_S"):
+        monkeypatch.setattr(checked_group, name, 0.2)
+    store = SilentStore(silent=False)
+    yield CheckedGroup(store, "data", (0, 1, 2), "gloo", 0.2), store
+    store.silent = False
+
+
+def test_a_store_that_does_not_answer_ends_a_collective(
+    group_over_a_silent_store: tuple[CheckedGroup, SilentStore],
+) -> None:
+    group, store = group_over_a_silent_store
+    store.silent = True
+    with pytest.raises(WaitTimeoutError, match=r"rank 0: the job's key-value store has not answered for 0\.2 s"):
+        group.run("moving data", lambda: pytest.fail("every rank is counted first"))
+    assert store.asked.is_set()
+
+
+def test_a_collective_that_fails_asks_a_silent_store_once(
+    group_over_a_silent_store: tuple[CheckedGroup, SilentStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each rank of a thousand."""
+    group, store = group_over_a_silent_store
+    asked, find = list[str](), JobStore.find
+    monkeypatch.setattr(JobStore, "find", lambda self, key: asked.append(key) or find(self, key))
+
+    def break_off() -> None:
+        store.silent = silent
+        raise RuntimeError("connection reset")
+
+    silent = False
+    with pytest.raises(WaitTimeoutError, match=r"rank 0, moving data: rank 1, 2 did not come within") as late:
+        group.run("moving data", break_off)
+    assert (late.value.culprit, len(asked)) == (1, 3)
+    silent = True
+    with pytest.raises(WaitTimeoutError, match=r"moving data: some rank, .* did not come within .*\(connection reset"):
+        group.run("moving data", break_off)
+    assert len(asked) == 4
+
+
+@pytest.mark.parametrize("waits", ["a collective", "per_host"])
+def test_a_loss_ends_the_wait_of_an_exchange_for_a_silent_store(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
+    """As where the host of the store is cut off: this rank knows that before any call of the store ends."""
+    values = {"get_rank": 0, "get_world_size": 2, "new_group": None, "get_process_group_ranks": [0, 1]}
+    for name, value in {**values, "get_backend": "gloo"}.items():
+        monkeypatch.setattr(dist, name, lambda *given, found=value, **options: found)
+    ended = pytest.raises(PeerLostError, match="rank 0, .*: the job was aborted by rank 1: rank 1 died")
+    with silent_once_a_rank_is_lost() as store, ended:
+        exchange = CollectiveExchange(store, timeout_s=600.0)
+        if waits == "per_host":
+            assert not exchange.per_host
+        exchange.gather(1, "lengths", np.array([1]))
 
 
 # plans ------------------------------------------------------------------------------------------------------------

@@ -4,11 +4,14 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch.distributed as dist
+from support.silent import SilentStore
 from support.together import RANKS, run_together
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.eval import Peers
+from odc.net import mailbox
 
 
 def test_exchange_and_messages_of_any_size():
@@ -103,8 +106,35 @@ def test_a_failure_is_one_call_and_the_first_stays():
     peers = Peers(Counted(store, calls), RANKS[:2], 1, 60.0)
     peers.fail(ValueError("first"))
     assert calls == ["compare_set"]
-    peers.fail(ValueError("second"))
+    assert peers.fail(ValueError("second")) == (RANKS[1], "ValueError: first")
     assert peers.failed() == (RANKS[1], "ValueError: first")
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_the_end_of_the_job_ends_a_wait_whether_or_not_the_store_answers(silent: bool):
+    """The other member is there, and stands still; the store may be on a host that is cut off."""
+    store, waits = SilentStore(silent=False), list[str]()
+
+    def check(doing: str) -> None:
+        waits.append(doing)
+        store.silent = silent
+        if len(waits) > 3:
+            raise PeerLostError(f"rank 4, {doing}: the job was aborted by rank 7", culprit=7)
+
+    peers = Peers(store, RANKS[:2], 0, 60.0, check=check)
+    doing = "asking the job's store" if silent else "waiting for a letter"
+    with pytest.raises(PeerLostError, match=f"rank 4, {doing}: the job was aborted by rank 7"):
+        peers.receive(1, "a letter")
+    assert not store.waited
+    store.silent = False
+
+
+def test_a_failure_is_left_in_a_silent_store_only_for_a_moment(monkeypatch):
+    monkeypatch.setattr(mailbox, "STORE_ENDING_S", 0.2)
+    store = SilentStore()
+    with pytest.raises(WaitTimeoutError, match=r"store has not answered for 0\.2 s"):
+        Peers(store, RANKS[:2], 1, 60.0).fail(KeyError("no such document"))
+    store.silent = False
 
 
 class Counted:

@@ -2,17 +2,23 @@ from __future__ import annotations
 
 import os
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import Case, build
 from support.rank_worker import die
 from support.ranks import spawn_ranks
+from support.silent import silent_once_a_rank_is_lost
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from odc import Settings, fully_shard
 from odc.errors import OdcError, PeerLostError
 from odc.eval import gather_results, run_requests, session
+from odc.fsdp import root_of
 
 
 def test_one_process_alone_needs_no_process_group():
@@ -41,6 +47,39 @@ def test_over_the_jobs_own_store(ranks):
         first, *others = ranks(world).run(_gathered)
         assert first == [list(range(7))] * 3
         assert others == [[None] * 3] * (world - 1)
+
+
+def _wait_once_aborted(model: Any) -> None:
+    with session(modules=[model], timeout_s=60.0) as peers:
+        root_of(model).member.protocol.abort("rank 1 died", 1)
+        peers.exchange(1, "numbers")
+
+
+def _aborted(rank: int, world: int) -> None:
+    case, settings = Case(counts=((1, 1),)), Settings(timeout_s=60.0)
+    model: Any = build(fully_shard, case, init_device_mesh("cpu", (world,)), settings=settings)
+    dist.barrier()
+    if rank == 0:  # rank 1 does not take part
+        expected = r"rank 0 \(epoch 1\), waiting for numbers: the job was aborted by rank 1: rank 1 died"
+        with pytest.raises(PeerLostError, match=expected):
+            _wait_once_aborted(model)
+    dist.barrier()
+
+
+def test_an_abort_of_a_model_ends_a_wait_for_another_rank():
+    """As where that rank was on another host, whose processes cannot be seen from here."""
+    with spawn_ranks(2, _aborted) as ranks:
+        outcomes = ranks.wait()
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
+
+
+def test_a_loss_ends_the_entry_to_a_session_over_a_silent_store(monkeypatch):
+    group = SimpleNamespace(get_group_store=lambda: store)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    ended = pytest.raises(PeerLostError, match="rank 0, entering an evaluation: .* by rank 1: rank 1 died")
+    with silent_once_a_rank_is_lost() as store, ended, session(group, timeout_s=600.0):
+        pass
 
 
 def _in_a_group(rank: int, world: int) -> Any:

@@ -17,12 +17,15 @@ from support.handover_jobs import end, publishing_job, read_a_trained_model, rea
 from support.models import Case, build, make, shard
 from support.rank_worker import report
 from support.ranks import RankPool, spawn_ranks
+from support.silent import SilentStore
 from support.waiting import until
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
 from odc.errors import PeerLostError, UnsupportedError
+from odc.fsdp import root_of
 from odc.handover import Reader, weight_handle
+from odc.net import JobStore
 
 Pools = Callable[[int], RankPool]
 
@@ -150,3 +153,24 @@ def test_weights_in_nvshmems_memory_are_refused() -> None:
     refused = pytest.raises(UnsupportedError, match="rank 3: weights in NVSHMEM's memory cannot be exported")
     with mock.patch("odc.fsdp.root_of", return_value=root), refused:
         weight_handle(object())
+
+
+def ask_for_a_handle_once_the_job_has_ended(rank: int, world: int) -> None:
+    settings = Settings(timeout_s=600.0, address="127.0.0.1")
+    model = build(fully_shard, Case(counts=((1,),)), init_device_mesh("cpu", (world,)), settings=settings)
+    model.publish()
+    member, store = root_of(model).member, SilentStore()
+    assert member.network is not None
+    member.network.store = JobStore(store, 600.0, rank)
+    member.protocol.abort("rank 1 died", 1)
+    with pytest.raises(PeerLostError, match="waiting for rank 0 to listen.*rank 1 died"):
+        weight_handle(model)
+    assert store.asked.is_set()
+    store.silent = False
+
+
+def test_the_end_of_the_job_ends_a_wait_for_the_address_of_a_rank() -> None:
+    """As where the host of the store is cut off: this rank knows that before any call of the store ends."""
+    with spawn_ranks(1, ask_for_a_handle_once_the_job_has_ended) as ranks:
+        (outcome,) = ranks.wait()
+    assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from support.models import Case, adamw, build
 from support.on_ranks import on_ranks
 from support.programs import backward
+from support.ranks import spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
-from odc import fully_shard
-from odc.errors import ConfigError, OdcError
+from odc import Settings, fully_shard
+from odc.errors import ConfigError, OdcError, PeerLostError
+from odc.fsdp import root_of
 from odc.handover import Reader, read_groups
 from odc.integrations.transformers_vllm import ServerWeights, _refuse_other_backend, serve_from_shards
 
@@ -73,6 +75,25 @@ def test_the_server_reads_what_the_ranks_have_published(rank: int, world: int) -
     assert client.asked == (["init_weight_transfer_engine", *once * 3] if rank == 0 else [])
     client.close()
     dist.barrier()
+
+
+def wait_for_an_answer(rank: int, world: int) -> None:
+    settings = Settings(timeout_s=60.0)
+    model: Any = build(fully_shard, Case(counts=((1,),)), init_device_mesh("cpu", (world,)), settings=settings)
+    model.publish()
+    dist.barrier()
+    if rank == 1:  # rank 0 does not answer
+        root_of(model).member.protocol.abort("rank 0 died", 0)
+        with pytest.raises(PeerLostError, match="waiting for the vLLM server's answer: .* by rank 0: rank 0 died"):
+            ServerWeights(model, SimpleNamespace())._agree("")
+    dist.barrier()
+
+
+def test_an_abort_ends_the_wait_for_the_servers_answer() -> None:
+    """As where rank 0 was on another host, whose processes cannot be seen from here."""
+    with spawn_ranks(2, wait_for_an_answer) as ranks:
+        outcomes = ranks.wait()
+    assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[1].describe()
 
 
 class RefusingClient(ReadingClient):

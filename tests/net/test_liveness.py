@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
 from support.listeners import ByHand
 
+from odc.errors import PeerLostError
 from odc.net.liveness import Liveness, Loss
 from odc.net.reactor import Reactor
 
@@ -31,6 +33,18 @@ def test_what_is_not_certain_is_no_news_for_a_root_that_is_built_later() -> None
     liveness.follow("later", later.append)
     assert (seen, later) == ([loss], [])
     assert not liveness.is_first(loss), "it does not go around the ring"
+
+
+def test_the_first_certain_loss_ends_what_has_no_root_yet() -> None:
+    liveness = Liveness(cast(Reactor, ByHand()))
+    liveness.report(Loss(3, 3, "rank 3 died", ": its link has ended", certain=False))
+    liveness.refuse("rank 0, building a root")
+    liveness.report(Loss(2, 1, "rank 2 died", ": its process has ended"))
+    liveness.report(Loss(4, 4, "rank 4 died"))
+    expected = "^rank 0, building a root: the job was aborted by rank 1: rank 2 died: its process has ended$"
+    with pytest.raises(PeerLostError, match=expected) as lost:
+        liveness.refuse("rank 0, building a root")
+    assert lost.value.culprit == 1
 
 
 def test_the_epoch_stands_between_a_reason_and_its_detail() -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.silent import SilentStore
 from torch import nn
 
 import odc
-from odc.errors import HeapMemoryError, PeerLostError, UnsupportedError
+from odc.errors import HeapMemoryError, OdcError, PeerLostError, UnsupportedError
 from odc.memory import pinned
 from odc.recovery import process_group
 from odc.recovery.devices import is_of_device, refuse_devices
-from odc.recovery.generations import GenerationOver
+from odc.recovery.generations import GenerationOver, Generations
 from odc.recovery.members import Share
 from odc.recovery.process_group import GenerationGroup
 from odc.recovery.recovery import Recovery
@@ -82,14 +83,18 @@ class Collectives:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lost: int | None = None
+        self.refused: OdcError | None = None  # the store's answer
+        self.others_have_ended = False
         self.aborted, self.order = threading.Event(), list[str]()
         self.group: GenerationGroup | None = None
         monkeypatch.setattr(process_group, "abort_nccl", self.abort)
-        monkeypatch.setattr(process_group, "aborted_by_another", lambda: False)
+        monkeypatch.setattr(process_group, "aborted_by_another", lambda: self.others_have_ended)
         monkeypatch.setattr(process_group, "NCCL_POLL_S", 0.001)
 
-    def culprit(self) -> int | None:
+    def culprit(self, watch: Callable[[], object] = lambda: None) -> int | None:
         self.order.append("asked")
+        if self.refused is not None:
+            raise self.refused
         return self.lost
 
     def abort(self) -> None:
@@ -118,6 +123,36 @@ def test_collectives_end_when_a_rank_is_lost_and_nothing_is_kept_of_them(monkeyp
         group.settle([torch.ones(1)])
     group.close()
     assert nccl.order[-2:] == ["asked", "aborted"]
+
+
+def test_collectives_end_where_the_store_has_gone_with_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = Collectives(monkeypatch)
+    ranks: Any = nccl
+    nccl.refused = PeerLostError("the store is gone")
+    nccl.group = group = GenerationGroup(ranks, nccl=True)
+    nccl.asked(3)
+    assert not nccl.aborted.is_set()
+    nccl.others_have_ended = True
+    assert nccl.aborted.wait(60), "the collective waits for ever"
+    group.close()
+
+
+@pytest.mark.parametrize("ends", ["an abort", "a generation that is left"])
+def test_no_silent_store_holds_up_the_end_of_collectives(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """As where the host of the store is cut off: this rank knows that before the call of the store ends."""
+    nccl, store, watching = Collectives(monkeypatch), SilentStore(silent=False), threading.enumerate()
+    nccl.group = group = GenerationGroup(Generations(store, 0, 2, 600.0), nccl=True)
+    (thread,) = (one for one in set(threading.enumerate()) - set(watching) if one.name == "odc-nccl")
+    store.silent = True
+    assert store.asked.wait(60)
+    if ends == "an abort":
+        nccl.others_have_ended = True
+        assert nccl.aborted.wait(60), "the collective waits for ever"
+    group.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert nccl.aborted.is_set() == (ends == "an abort")
+    store.silent = False
 
 
 def test_a_generation_that_was_left_aborts_no_collective_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

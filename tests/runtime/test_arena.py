@@ -13,12 +13,14 @@ import pytest
 import torch.distributed as dist
 from support.on_ranks import on_ranks
 from support.ranks import spawn_ranks
+from support.silent import silent_once_a_rank_is_lost
 
 import odc
 from odc.errors import HeapMemoryError, OdcError, PeerLostError, WaitTimeoutError
 from odc.fsdp import default_store
 from odc.protocol.arena_protocol import AbsentMember
 from odc.runtime import Arena
+from odc.settings import Settings
 
 CHANNELS = ["rows", "more"]
 _made = 0
@@ -124,6 +126,13 @@ def test_a_rank_that_waits_for_one_that_an_error_has_ended_blames_the_first(rank
     assert (first, second) == (2, 2), message
     assert "rank 0 (epoch 0), waiting for rank 1 to put rows" in message
     assert "rank 2 has left the job" in message and "ValueError: no such page" in message
+
+
+def test_a_loss_ends_an_arena_that_is_made_over_a_silent_store() -> None:
+    """As where the host of the store is cut off: this rank knows that before any call of the store ends."""
+    ended = pytest.raises(PeerLostError, match="rank 0, making an exchange: the job was aborted by rank 1: rank 1 died")
+    with silent_once_a_rank_is_lost() as store, ended:
+        Arena(store, range(2), 0, 1 << 12, CHANNELS, 600.0, "silent", hosts=Settings())
 
 
 def test_threads_that_wait_for_members_to_come_up_learn_each_that_its_own_is_absent() -> None:

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from support.listeners import served
 from support.members import BF16, F32, Layout, units_of
 from support.sides import LAYOUT, RANKS, Side, descriptors
+from support.silent import SilentStore
 from support.waiting import until
 
 from odc.errors import LayoutMismatchError, PeerLostError, WaitTimeoutError
 from odc.net import JobStore
 from odc.protocol import RankGrid, Word
 from odc.runtime import Rendezvous
-from odc.runtime.connect import RootEvents
+from odc.runtime.connect import RootEvents, _listing
 from odc.settings import Settings
 
 Make = Callable[..., Side]
@@ -199,6 +200,55 @@ def test_an_abort_ends_the_wait_for_a_rank_to_come_up(side: Make) -> None:
     left = side(0, settings=Settings(timeout_s=600.0), aborted=refusing).announce()
     with pytest.raises(PeerLostError, match="aborted while waiting for rank 13 to come up"):
         left.layout.peer(1).attach()
+
+
+@pytest.fixture
+def left_over_silent() -> Iterator[tuple[Side, SilentStore]]:
+    """The root of rank 10, not announced yet, whose job is aborted once its store is silent."""
+    store = SilentStore(silent=False)
+
+    def aborted(doing: str) -> None:
+        if store.silent:
+            refusing(doing)
+
+    left = Side(store, 0, settings=Settings(timeout_s=600.0), aborted=aborted)
+    yield left, store
+    store.silent = False
+    left.close()
+    assert not store.waited, "the wait for the store ends only with it"
+
+
+def test_an_abort_ends_the_announcement_to_a_silent_store(left_over_silent: tuple[Side, SilentStore]) -> None:
+    """As where the host of the store is cut off: this rank knows that before any call of the store ends."""
+    left, store = left_over_silent
+    list_root = left.meet._list
+
+    def silence(rank: int, calls: list[int] | None) -> None:
+        store.silent = True
+        list_root(rank, calls)
+
+    left.meet._list = silence  # type: ignore[method-assign]
+    with pytest.raises(PeerLostError, match="aborted while asking the job's store"):
+        left.announce(calls=[0])
+    assert not _listing.locked()
+
+
+def test_an_abort_ends_what_a_rank_stores_once_it_has_attached_to_all(
+    left_over_silent: tuple[Side, SilentStore],
+) -> None:
+    """This holds the heap's lock, which other threads of the rank wait for."""
+    left, store = left_over_silent
+    right, settle = Side(store, 1).announce(), left.announce().meet.settle
+
+    def silence() -> None:
+        store.silent = True
+        settle()
+
+    left.meet.settle = silence  # type: ignore[method-assign]
+    left.layout.peer(1).attach()
+    assert store.silent and left.layout.peer(1).attached
+    store.silent = False
+    right.close()
 
 
 @pytest.fixture

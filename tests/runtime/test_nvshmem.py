@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.silent import silent_once_a_rank_is_lost
 
 from odc import Settings
 from odc.errors import HeapMemoryError, LayoutMismatchError, PeerLostError, UnsupportedError, WaitTimeoutError
@@ -248,6 +249,12 @@ def test_another_job_in_the_same_process_is_refused(shared: Any) -> None:
     place(shared)
     with pytest.raises(UnsupportedError, match="rank 0: this process has used NVSHMEM in another job"):
         place(dist.HashStore())
+
+
+def test_a_loss_ends_the_wait_for_a_silent_store(shared: Any) -> None:
+    ended = pytest.raises(PeerLostError, match="rank 0, finding a place for heap root: .* rank 1 died")
+    with silent_once_a_rank_is_lost() as store, ended:
+        place(store)
 
 
 def test_recovery_is_refused(shared: Any, monkeypatch: pytest.MonkeyPatch) -> None:

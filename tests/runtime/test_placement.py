@@ -8,12 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from support.silent import silent_once_a_rank_is_lost
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net import JobStore, announce_failure, announce_process, tcp
 from odc.net.tcp import own_address
 from odc.protocol import RankGrid
+from odc.runtime import daemon
 from odc.runtime.linking import locate, parts_of
+from odc.settings import Settings
 
 
 def store(timeout_s: float = 30.0) -> JobStore:
@@ -62,6 +65,12 @@ def test_a_rank_that_does_not_come_up_is_named() -> None:
     announce_failure(one, "ValueError: no tokenizer", 1)
     with pytest.raises(PeerLostError, match="aborted by rank 1: ValueError: no tokenizer"):
         locate(one, RankGrid((0, 1), 2, 0))
+
+
+def test_a_loss_ends_the_wait_for_a_silent_store_to_listen_by() -> None:
+    expected = "^rank 3, beginning to listen for other hosts: the job was aborted by rank 1: rank 1 died$"
+    with silent_once_a_rank_is_lost(3) as silent, pytest.raises(PeerLostError, match=expected):
+        daemon(3).listening(silent, Settings(address="127.0.0.1"))
 
 
 def test_the_address_is_of_the_interface_that_the_store_is_reached_by() -> None:

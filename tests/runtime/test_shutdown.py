@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.sides import LAYOUT, RANKS, Side
+from support.silent import SilentStore
 from support.waiting import until
 
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, WaitTimeoutError
@@ -85,6 +86,27 @@ def test_a_job_that_was_aborted_does_not_wait_and_leaves_the_reason(side: Make, 
     assert not is_open(fast)
     with pytest.raises(PeerLostError, match="was aborted by rank 10: ValueError: no words left"):
         slow.layout.peer(0).attach()
+
+
+def test_an_abort_ends_the_release_of_a_heap_that_waits_for_a_silent_store() -> None:
+    """As where the host of the store is cut off; the reason is left all the same, should the store answer again."""
+    store, reports = SilentStore(silent=False), list[tuple[str, int]]()
+
+    def aborted(doing: str) -> None:
+        fast.protocol.waiter.check(doing)
+
+    fast = Side(store, 0, settings=Settings(timeout_s=600.0), aborted=aborted).announce()
+    fast.meet.report = lambda *found: reports.append(found)  # type: ignore[method-assign]
+    store.silent = True
+    wait = left(fast)
+    assert store.asked.wait(60.0)
+    fast.service.abort("rank 13 died", 13)
+    wait()
+    assert not is_open(fast)
+    assert reports == [("rank 13 died", 13)]
+    assert not store.waited, "the wait for the store ends only with it"
+    store.silent = False
+    fast.close()
 
 
 def test_a_peer_that_waits_in_vain_learns_the_last_error_of_the_rank(side: Make) -> None:

@@ -5,6 +5,7 @@ Each rank counts its collectives in the job's store, so that a timeout can name 
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
 from odc.dispatch.rearrangement import Ints
 from odc.errors import OdcError, PlanError, UnsupportedError, WaitTimeoutError
-from odc.net import KeyValueStore
+from odc.net import JobStore, KeyValueStore
+from odc.runtime import refuse_losses
 
 T = TypeVar("T")
 
@@ -24,15 +27,19 @@ T = TypeVar("T")
 class CheckedGroup:
     """A process group that counts its collectives, used by one thread at a time. These global ranks make it together.
 
-    The name is the same on every rank and unlike that of any other group. `timeout_s` holds for every collective.
-    UnsupportedError if the ranks do not rise: those of its group do.
+    The name is the same on every rank and unlike that of any other group. `timeout_s` holds for every collective, and
+    for the store's answers (5 s at least): every method raises as a JobStore does. UnsupportedError if the ranks do not
+    rise: those of its group do.
     """
 
     def __init__(self, store: KeyValueStore, name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> None:
         if list(ranks) != sorted(ranks):
             raise UnsupportedError(f"an exchange of {name!r} by collectives over ranks {ranks}, which do not rise")
-        self._store, self._name, self.ranks, self._timeout_s = store, name, ranks, timeout_s
-        self.me = ranks.index(dist.get_rank())
+        self._name, self.ranks, self._timeout_s = name, ranks, timeout_s
+        rank = dist.get_rank()
+        watch = functools.partial(refuse_losses, f"rank {rank}, asking the job's store in an exchange by collectives")
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), rank, watch=watch)
+        self.me = ranks.index(rank)
         self._number = 0
         # torch names a locally synchronized group by its ranks alone and connects under that name: one that was
         # destroyed leaves stale addresses to the next, so groups of some ranks are kept to the end.
@@ -56,8 +63,7 @@ class CheckedGroup:
         except OdcError:
             raise
         except RuntimeError as error:
-            late = [rank for i, rank in enumerate(self.ranks) if self._reached(i) < self._number]
-            missing = f"rank {', '.join(map(str, late))} did not come" if late else "every rank came"
+            late, missing = self._missing()
             raise WaitTimeoutError(
                 f"rank {self.ranks[self.me]}, {what}: {missing} within {self._timeout_s:g} s, or the connection broke "
                 f"({str(error).splitlines()[0][:200]})",
@@ -102,12 +108,17 @@ class CheckedGroup:
         if group is not None and self._whole and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _reached(self, instance: int) -> int:
-        key = self._key(instance)
+    def _missing(self) -> tuple[list[int], str]:
+        """The ranks that are known not to have come to the collective, and what is known of them for a message."""
+        store, late = self._store.within(STORE_ENDING_S), list[int]()
         try:
-            return int(self._store.get(key)) if self._store.check([key]) else 0
-        except (RuntimeError, OSError):  # the store went with its host
-            return self._number
+            for instance, rank in enumerate(self.ranks):
+                if int(store.find(self._key(instance)) or 0) < self._number:
+                    late.append(rank)
+        except OdcError:  # the store went with its host, or does not answer
+            if not late:
+                return [], "some rank, which the job's store does not name, did not come"
+        return late, f"rank {', '.join(map(str, late))} did not come" if late else "every rank came"
 
     def _key(self, instance: int) -> str:
         return f"odc/group/{self._name}/{self.ranks[instance]}"

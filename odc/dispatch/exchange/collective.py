@@ -5,6 +5,7 @@ A small head is gathered first, so that ranks with different plans refuse the st
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
 
@@ -18,7 +19,7 @@ from odc.dispatch.route import FieldRoute, Route
 from odc.errors import OdcError
 from odc.net import JobStore, KeyValueStore, announce_process
 from odc.protocol import RankGrid
-from odc.runtime import locate
+from odc.runtime import locate, refuse_losses
 
 
 class CollectiveExchange:
@@ -49,8 +50,9 @@ class CollectiveExchange:
 
     @property
     def per_host(self) -> int:
-        job, rank = JobStore(self._store, self._timeout_s), self.ranks[self.me]
-        announce_process(job, rank)
+        rank = self.ranks[self.me]
+        watch = functools.partial(refuse_losses, f"rank {rank}, looking for the ranks of its host")
+        announce_process(job := JobStore(self._store, self._timeout_s, rank, watch=watch), rank)
         return instances_of_host(locate(job, RankGrid(self.ranks, len(self.ranks), self.me)))
 
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
