@@ -17,7 +17,6 @@ from odc.deadlines import (
     MAIL_FIRST_SLEEP_S,
     MAIL_LONGEST_SLEEP_S,
     MAIL_TICK_S,
-    STORE_ENDING_S,
     STORE_LEAST_S,
     Backoff,
     Deadline,
@@ -100,12 +99,12 @@ class Mailbox:
     def fail(self, error: BaseException) -> tuple[int, str]:
         """End every wait of the other members and blame this one, or the rank that `error` blames.
 
-        Of several failures the first counts, which it returns as `failed` does. Waits for the store 2 s at most.
+        Of several failures the first counts, which it returns as `failed` does. Waits for the store 5 s at most.
         """
         mine = self.ids[self.me]
         culprit = culprit_of(error, mine) if self._of_ranks else mine
         # In one call: of two a busy machine may let only the first be made in time, and no member would learn of it.
-        store, failure = self._store.within(STORE_ENDING_S), json.dumps([culprit, f"{type(error).__name__}: {error}"])
+        store, failure = self._store.within(STORE_LEAST_S), json.dumps([culprit, f"{type(error).__name__}: {error}"])
         return _decoded(store.compare_set("failed", "", failure))
 
     def meet(self, what: str) -> None:

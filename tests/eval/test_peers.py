@@ -130,7 +130,7 @@ def test_the_end_of_the_job_ends_a_wait_whether_or_not_the_store_answers(silent:
 
 
 def test_a_failure_is_left_in_a_silent_store_only_for_a_moment(monkeypatch):
-    monkeypatch.setattr(mailbox, "STORE_ENDING_S", 0.2)
+    monkeypatch.setattr(mailbox, "STORE_LEAST_S", 0.2)
     store = SilentStore()
     with pytest.raises(WaitTimeoutError, match=r"store has not answered for 0\.2 s"):
         Peers(store, RANKS[:2], 1, 60.0).fail(KeyError("no such document"))
