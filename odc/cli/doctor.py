@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,7 +126,8 @@ def _print_extras(console: Any, findings: list[Any]) -> None:
     for state in ("ok", "absent"):
         names = [one.what.removeprefix("extra ") for one in findings if one.state == state and one not in whole]
         if names:
-            wrapped(state, ", ".join(names))
+            whole_names = ", ".join(name.replace(" ", "\N{NO-BREAK SPACE}") for name in names)  # no name over two lines
+            wrapped(state, textwrap.fill(whole_names, console.width - 10, break_on_hyphens=False))
     if any(one.state == "absent" for one in findings):
         console.print(Padding(install("NAME"), (0, 0, 0, 10)))
     for one in whole:

@@ -40,7 +40,7 @@ def test_it_fits_a_screen_and_says_what_each_line_is_for(
         for check, state in zip(checks, states, strict=True)
     ]
     assert call(monkeypatch, findings) == 1
-    lines = capfd.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.replace("\N{NO-BREAK SPACE}", " ").splitlines()
     lines = lines[lines.index(next(line for line in lines if line.startswith("Run here"))) :]
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
     titles = [line.split(" (")[0] for line in lines if line[0] != " "]

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support.handover_jobs import Job, changed
+from support.waiting import until
 
 from odc.errors import LayoutMismatchError, OdcError, PeerLostError, UnsupportedError
 from odc.handover import Reader, reader
@@ -114,7 +115,7 @@ def test_a_rank_that_hands_over_no_device_memory_is_refused(job: Job, monkeypatc
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(LayoutMismatchError, match="rank 10: its heap is not laid out as the weight handle says"):
         Reader(changed(job.handle, device_bytes=64))
-    assert len(os.listdir("/proc/self/fd")) == before
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # the daemon closes its end when it comes to it
 
 
 def test_weight_handles_survive_the_journey(job: Job) -> None:
@@ -130,8 +131,8 @@ def test_wrong_options(job: Job, wrong: dict[str, Any]) -> None:
 def test_nothing_stays_open(job: Job) -> None:
     with Reader(job.handle):
         pass
-    before = mapped(), len(os.listdir("/proc/self/fd"))
+    maps, files = mapped(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with Reader(job.handle):
             pass
-    assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
+    until(lambda: mapped() == maps and len(os.listdir("/proc/self/fd")) <= files)
