@@ -113,10 +113,10 @@ bench: $(READY)  ## measure fetch, push, planners and emulated arms on this mach
 test-gpu: $(READY)  ## run the tests that need a CUDA device (one is enough: ranks share it)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu $(ARGS)
 
-test-emulated: build/emulated/$(EMULATED_TORCH)/libemulated_operators.so  ## run those tests without a GPU, CUDA emulated, with torch 2.11.0 or TORCH=2.15.0 (once: downloads some GB)
+test-emulated: .venv-torch-$(EMULATED_TORCH)/.emulated build/emulated/$(EMULATED_TORCH)/libemulated_operators.so  ## run those tests without a GPU, CUDA emulated, with torch 2.11.0 or TORCH=2.15.0 (once: downloads some GB)
 	TORCH=$(EMULATED_TORCH) tests/emulated/run.sh python -m pytest -m gpu $(EMULATED_TESTS) -p emulated_session $(ARGS)
 
-test-orders: build/emulated/$(EMULATED_TORCH)/libemulated_operators.so  ## run them while every access to device memory is judged; take each order of the protocol out (an hour)
+test-orders: .venv-torch-$(EMULATED_TORCH)/.emulated build/emulated/$(EMULATED_TORCH)/libemulated_operators.so  ## run them while every access to device memory is judged; take each order of the protocol out (an hour)
 	TORCH=$(EMULATED_TORCH) tests/emulated/run.sh python -m pytest -m gpu tests/gpu -p emulated_session -p ordered_session $(ARGS)
 
 bench-gpu: $(READY)  ## measure on CUDA: the suite, then a 0.5B model trained by two arms; tables and JSON in RESULTS

@@ -63,7 +63,7 @@ case $step in
     tests 250 jobs test_recovery.py test_train.py &
     tests 250 hosts test_hosts.py -k "changes or nodes" &
     tests 250 more_hosts test_hosts.py -k "not changes and not nodes" &
-    tests 250 readers test_handover.py test_handover_processes.py &
+    tests 250 readers test_handover.py test_handover_processes.py test_checkpoint_engine.py &
     tests 250 lanes test_lanes.py test_device_spans.py &
     tests 250 nvshmem test_nvshmem.py test_nvshmem_kernels.py &
     wait

@@ -22,10 +22,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from odc.deadlines import Deadline
 from odc.errors import OdcError, UnsupportedError, WaitTimeoutError, install
 
-_NOTICE_MS = 1000  # for a receiver that is to end to take the message that says so
+_NOTICE_MS = 1000  # for the message that ends a receiver to be on its way
 
 
 class ReceiverError(OdcError):
@@ -44,32 +43,34 @@ def send_weights(groups: Iterable[Mapping[str, torch.Tensor]], address: str, *, 
     May be called by any thread, for several receivers from as many threads, each with groups of its own.
 
     Raises UnsupportedError if the tensors are not on a GPU, or pyzmq is missing; ReceiverError if the receiver reports
-    an error; WaitTimeoutError if an answer is late; whatever `groups` raises, such as StaleVersionError. After an error
-    the receiver has ended or ends, and its weights are a mixture.
+    an error, or ends; WaitTimeoutError if an answer is late; whatever `groups` raises, such as StaleVersionError. Then
+    the receiver ends, too, as soon as it has loaded what it loads, and its weights are a mixture.
     """
     remaining = iter(groups)
-    first = next(remaining, None)
-    if not first:
-        raise ValueError("no weights to send: the first group is empty, or there is none")
-    bucket = _bucket_of(first)
-    described = _described(first, bucket)
-    receiver = _Receiver(address, timeout_s)
     try:
-        receiver.ask(reduce_tensor(bucket), "to map the bucket")
-        receiver.load(described)
-        for group in remaining:
-            receiver.load(_described(group, bucket))
-        receiver.ask(None, "to unmap the bucket")
-        receiver.ask(None, "to finish the weights")
-    except BaseException as error:
-        receiver.end(error)
-        raise
+        first = next(remaining, None)
+        if not first:
+            raise ValueError("no weights to send: the first group is empty, or there is none")
+        bucket = _bucket_of(first)
+        torch.cuda.ipc_collect()  # what earlier calls have shared, and no process has mapped any more
+        described = _described(first, bucket)
+        receiver = _Receiver(address, timeout_s)
+        try:
+            receiver.await_connection()  # before: torch keeps a tensor for good that was to be shared and was not
+            receiver.ask(reduce_tensor(bucket), "to map the bucket")
+            receiver.load(described)
+            for group in remaining:
+                receiver.load(_described(group, bucket))
+            receiver.ask(None, "to unmap the bucket")
+            receiver.ask(None, "to finish the weights")
+        except BaseException as error:
+            receiver.end(error)
+            raise
+        finally:
+            receiver.close()
     finally:
-        receiver.close()
         if isinstance(remaining, Generator):
-            remaining.close()  # its thread reads no more: the caller may close the reader
-        del bucket
-        torch.cuda.ipc_collect()  # torch keeps memory that another process had mapped until it is asked
+            remaining.close()  # its thread reads no more: the caller may use the reader, or close it
 
 
 def _bucket_of(group: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -85,9 +86,9 @@ def _described(group: Mapping[str, torch.Tensor], bucket: torch.Tensor) -> list[
     """What a receiver is given of each tensor: checkpoint-engine's FlattenedTensorMetadata."""
     found = []
     for name, tensor in group.items():
-        at = tensor.data_ptr() - bucket.data_ptr()
-        if not (tensor.is_contiguous() and 0 <= at <= bucket.numel() - tensor.nbytes):
+        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != bucket.data_ptr():
             raise ValueError(f"{name} is not contiguous, or not in the storage of the first tensor")
+        at = tensor.storage_offset() * tensor.itemsize
         found.append({"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": at})
     return found
 
@@ -99,47 +100,61 @@ class _Receiver:
         try:
             import zmq
         except ImportError as error:
-            raise UnsupportedError(
-                f"checkpoint-engine's receivers speak ZeroMQ: {install('checkpoint-engine')}"
-            ) from error
+            why = "checkpoint-engine's receivers speak ZeroMQ"
+            raise UnsupportedError(f"{why}: {install('checkpoint-engine')}") from error
         self._zmq, self._address, self._timeout_s = zmq, address, timeout_s
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.REQ)
-        self._asked = False  # whether an answer is due
+        self._socket.setsockopt(zmq.REQ_RELAXED, 1)  # what ends a receiver is sent while an answer is due, too
+        self._socket.setsockopt(zmq.REQ_CORRELATE, 1)
+        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self.close()
             raise ValueError(f"cannot wait for a receiver at {address}: {error}") from error
 
+    def await_connection(self) -> None:
+        """Wait until a receiver has connected."""
+        self._await(self._zmq.POLLOUT, "connected")
+
     def ask(self, message: object, what: str) -> None:
         """Send a message, and wait for the answer."""
-        deadline, self._asked = Deadline(self._timeout_s), True
-        self._await(self._zmq.POLLOUT, deadline, what)  # without one that has connected, sending would wait for ever
-        self._socket.send_pyobj(message)
-        self._await(self._zmq.POLLIN, deadline, what)
-        answer, self._asked = self._socket.recv(), False
-        if answer:
+        try:
+            self._socket.send_pyobj(message, self._zmq.NOBLOCK)
+        except self._zmq.Again as error:
+            raise self._ended(f"been asked {what}") from error
+        self._await(self._zmq.POLLIN, f"answered when asked {what}")
+        if answer := self._socket.recv():
             raise ReceiverError(f"the receiver at {self._address} was asked {what}: {answer.decode()}")
-
-    def _await(self, event: int, deadline: Deadline, what: str) -> None:
-        if not self._socket.poll(max(0, round(1000 * deadline.remaining())), event):
-            state = "connected" if event == self._zmq.POLLOUT else "answered"
-            raise WaitTimeoutError(
-                f"no receiver at {self._address} has {state} within {self._timeout_s:g} s when asked {what}: is its "
-                "process alive?"
-            )
 
     def load(self, described: list[dict[str, Any]]) -> None:
         """Let it load a group; until it has, the group's part of the bucket must not change."""
         self.ask(described, f"to load {', '.join(one['name'] for one in described[:3])}")
 
+    def _await(self, event: int, what: str) -> None:
+        poller = self._zmq.Poller()
+        poller.register(self._socket, event)
+        poller.register(self._ends, self._zmq.POLLIN)
+        found = dict(poller.poll(round(1000 * self._timeout_s)))
+        if self._socket in found:
+            return
+        if found:
+            raise self._ended(what)
+        raise WaitTimeoutError(f"no receiver at {self._address} has {what} within {self._timeout_s:g} s")
+
+    def _ended(self, what: str) -> ReceiverError:
+        why = "its own log may say why"
+        return ReceiverError(f"the receiver at {self._address} has ended and not {what}; {why}")
+
     def end(self, error: BaseException) -> None:
         """Let the receiver raise `error` as a RuntimeError, whose class any process has. Waits for nothing."""
-        if not self._asked:
-            with suppress(self._zmq.ZMQError):  # its process may have ended
-                self._socket.send_pyobj(RuntimeError(f"{type(error).__name__}: {error}"), self._zmq.NOBLOCK)
+        with suppress(self._zmq.ZMQError):  # its process may have ended
+            self._socket.send_pyobj(RuntimeError(f"{type(error).__name__}: {error}"), self._zmq.NOBLOCK)
 
     def close(self) -> None:
-        self._socket.close(linger=0 if self._asked else _NOTICE_MS)
+        """Waits for a second at most, for what was sent last to be on its way."""
+        self._socket.disable_monitor()
+        self._ends.close()  # or the context would wait for it for ever
+        self._socket.close(linger=_NOTICE_MS)
         self._context.term()

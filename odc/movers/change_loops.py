@@ -17,6 +17,7 @@ ROW = 64  # bytes of a map whose lowest bits stand for neighbours
 GROUPS, LANES = TILE // GROUP, TILE // 64
 _ROUNDS = 6  # of moves by 1, 2, 4 .. 32 bits within a lane
 _ONE = np.uint64(1)
+_LARGEST = 0xFFFFFFFF  # bytes: where tiles begin is written in 32 bits
 
 
 def pack(old: np.ndarray, new: np.ndarray, into: np.ndarray) -> int:
@@ -48,7 +49,7 @@ def pack(old: np.ndarray, new: np.ndarray, into: np.ndarray) -> int:
         stream_at = at + ROW + groups
         values_at = (stream_at + (bits + moved + 7) // 8 + 3) // 4 * 4
         end = values_at + (2 * (bits - moved) + 3) // 4 * 4
-        if end > len(into):
+        if end > min(len(into), _LARGEST):
             return -1
         into[at : at + ROW] = tops
         _keep_filled(maps[0], into[at + ROW : stream_at])

@@ -84,7 +84,7 @@ def _patch_tile(words: np.ndarray, record: np.ndarray) -> None:
     moved = near.sum()
     up = bits[len(places) : len(places) + moved]
     values_at = round_up(bits_at + -(-(len(places) + moved) // 8), 4)
-    words[places[near]] += np.uint16(2) * up - np.uint16(1)
+    words[places[near]] += up.astype(np.uint16) * 2 - 1  # in 16 bits, with NumPy 1 as well
     words[places[~near]] = record[values_at:].view(np.uint16)[: len(places) - moved]
 
 

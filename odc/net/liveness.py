@@ -37,10 +37,10 @@ class Loss:
 
 
 class Liveness:
-    """The ranks of the job that are known to be lost, and those that follow: the roots and the ring."""
+    """The ranks of the job that are known to be lost, and those that follow: the roots and the ring. Of rank `rank`."""
 
-    def __init__(self, reactor: Reactor) -> None:
-        self._reactor = reactor
+    def __init__(self, reactor: Reactor, rank: int) -> None:
+        self._reactor, self._rank = reactor, rank
         self._lost: dict[int, Loss] = {}  # this and the next on the loop's thread only
         self._followers: dict[str, Callable[[Loss], None]] = {}
 
@@ -65,12 +65,14 @@ class Liveness:
         self._reactor.call(begin)
 
     def refuse(self, doing: str) -> None:
-        """Raise PeerLostError if a rank is lost for certain; `doing` begins its message. On any thread; does not wait.
+        """Raise PeerLostError if another rank is lost for certain; `doing` begins its message. On any thread; does not
+        wait.
 
-        For what has no root yet, whose ABORT would end its waits.
+        For what has no root yet, whose ABORT would end its waits. An error of this rank may be that of one thread.
         """
         for loss in self.losses():
-            raise aborted_by(doing, loss.culprit, loss.text())
+            if loss.rank != self._rank:
+                raise aborted_by(doing, loss.culprit, loss.text())
 
     def unfollow(self, name: str) -> None:
         """On the loop's thread, as the last below."""

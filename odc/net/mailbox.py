@@ -115,18 +115,20 @@ class Mailbox:
         else:
             self._store.add("released", 1)
 
-    def _arrive(self, what: str) -> None:
-        """Count this member in at the next rendezvous; the first member waits for all others to arrive."""
+    def _arrive(self, what: str, over: bool = False) -> None:
+        """Count this member in at the next rendezvous; the first member waits for all others to arrive. `over`: all
+        have met for the last time, so the end of one that has left is no loss.
+        """
         self._met += 1
         self._store.add(f"met/{self.me}", 1)
         for member in range(1, 1 if self.me else self.world):
-            self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= self._met, member, what)  # type: ignore[misc]
+            self._wait(lambda m=member: self._store.add(f"met/{m}", 0) >= self._met, member, what, over=over)  # type: ignore[misc]
 
     def leave(self, what: str) -> None:
         """The last rendezvous, called by every member. Afterwards the store holds nothing of this task."""
         self.meet(what)
         # The store's server may live in the first member's process, which stays until no other needs it any more.
-        self._arrive(what)
+        self._arrive(what, over=True)
         if self.me:
             return
         names = [f"{kind}/{member}" for kind in ("met", "steps", "waits") for member in range(self.world)]
@@ -161,7 +163,9 @@ class Mailbox:
             if piece[:1] == b".":
                 return bytes(message)
 
-    def _wait(self, ready: Callable[[], bool], member: int, what: str, timeout_s: float | None = None) -> None:
+    def _wait(
+        self, ready: Callable[[], bool], member: int, what: str, timeout_s: float | None = None, over: bool = False
+    ) -> None:
         """Poll until `ready()`, which `member` makes true. Its progress starts the deadline anew."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         backoff, deadline = Backoff(MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S), Deadline(limit_s)
@@ -169,7 +173,8 @@ class Mailbox:
         published, seen = False, -1
         while not ready():
             self.check(f"waiting for {what}")
-            self._refuse(f"waiting for {what}")
+            if not over:
+                self._refuse(f"waiting for {what}")
             backoff.sleep()
             if next_look.passed():
                 next_look = Deadline(MAIL_TICK_S)

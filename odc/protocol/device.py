@@ -28,7 +28,7 @@ from odc.protocol.units import UnitSpec, bytes_of
 from odc.trace import recorder
 
 _Key = tuple[int, int, int, torch.dtype]  # where blocks are added: unit, first element, end, and their dtype
-_KEPT = 1024  # batches
+_KEPT, _KEPT_BLOCKS = 1024, 64  # batches, and blocks of one: larger ones hardly come again
 
 
 class DeviceRoute(PushRoute):
@@ -170,6 +170,7 @@ class DeviceDrain:
         self._layout, self._inboxes, self._most = layout, inboxes, most
         # By the headers of their blocks, the oldest first: a unit is mostly posted as before, to one of a few slots.
         self._batches: dict[tuple[tuple[Header, ...], ...], _Batch] = {}
+        self._totals: dict[tuple[int, int, int], torch.Tensor] = {}  # made once, as an inbox's blocks
         self._asked: tuple[_Batch, int, object] | None = None  # with its begin, and a mark after it
         self._backoff = Backoff(DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S)
 
@@ -211,7 +212,7 @@ class DeviceDrain:
             return batch, begin, lanes.mark()
 
     def _batch(self, found: tuple[tuple[Header, ...], ...]) -> _Batch:
-        """The blocks with such headers, by inbox; kept until `_KEPT` others have come."""
+        """The blocks with such headers, by inbox; if they are few, kept until `_KEPT` others have come."""
         posted = [
             (inbox, *inbox.blocks(headers)) for inbox, headers in zip(self._inboxes, found, strict=True) if headers
         ]
@@ -222,15 +223,22 @@ class DeviceDrain:
                 places.setdefault(key, []).append(block.values)
         mover, additions = device_mover(self._layout.mover), list[Addition]()
         for turn in _turns(places):
-            totals = [
-                self._layout.mine.accumulator(self._layout.units[unit])[first:end] for unit, first, end, _ in turn
-            ]
+            totals = [self._total(unit, first, end) for unit, first, end, _ in turn]
             additions.append(mover.addition(totals, [places[key] for key in turn]))
-        if len(self._batches) == _KEPT:
-            del self._batches[next(iter(self._batches))]
-        sources = [(inbox, unit, len(blocks), bytes_of(blocks)) for inbox, unit, blocks in posted]
-        self._batches[found] = batch = _Batch(additions, sources)
+        batch = _Batch(additions, [(inbox, unit, len(blocks), bytes_of(blocks)) for inbox, unit, blocks in posted])
+        if sum(map(len, found)) <= _KEPT_BLOCKS:
+            if len(self._batches) == _KEPT:
+                del self._batches[next(iter(self._batches))]
+            self._batches[found] = batch
         return batch
+
+    def _total(self, unit: int, first: int, end: int) -> torch.Tensor:
+        """Elements [first, end) of a unit's accumulator."""
+        key = unit, first, end
+        found = self._totals.get(key)
+        if found is None:
+            found = self._totals[key] = self._layout.mine.accumulator(self._layout.units[unit])[first:end]
+        return found
 
 
 def _turns(places: dict[_Key, list[torch.Tensor]]) -> list[list[_Key]]:

@@ -322,9 +322,15 @@ class Recovery:
     def _loss_shows(self) -> bool:
         """Whether another rank has ended this generation, waited for a while."""
         deadline = Deadline(LOSS_SHOWS_S)
+
+        def look() -> None:  # ends a call of a store whose host may be cut off
+            if deadline.passed() or aborted_by_another():
+                raise GenerationOver
+
         while not aborted_by_another():
-            if (culprit := self._generations.culprit()) is not None:
-                return culprit != self.rank
+            with contextlib.suppress(GenerationOver):
+                if (culprit := self._generations.culprit(look)) is not None:
+                    return culprit != self.rank
             if deadline.passed():
                 return False
             time.sleep(LOSS_POLL_S)

@@ -56,7 +56,7 @@ class Daemon:
         self._stopped = False
         self.doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reactor = reactor = Reactor("odc-server", self._abort_all, self._end)
-        self.liveness = Liveness(reactor)
+        self.liveness = Liveness(reactor, rank)
         try:
             self._listener = serve_requests(reactor, self.address, self._answer)
         except OSError:
@@ -280,7 +280,7 @@ def report_to_hosts(reason: str, culprit: int) -> None:
 
 
 def refuse_losses(doing: str) -> None:
-    """Raise PeerLostError if this process knows that a rank of the job is lost. Does not wait."""
+    """Raise PeerLostError if this process knows that another rank of the job is lost. Does not wait."""
     if _daemon is not None and _daemon.alive():
         _daemon.liveness.refuse(doing)
 

@@ -6,6 +6,8 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <map>
@@ -46,8 +48,8 @@ cudaError_t free_allocated(void* start, Kind kind) {
         return noted(cudaErrorInvalidValue);
     drain_device(range->device);
     remove_range(start);
-    exported_no_more(start);
     munmap(start, range->bytes);
+    if (range->file >= 0) close(range->file);  // processes that have opened it keep it
     if (kind == Kind::device) return_bytes(range->device, range->bytes);
     return cudaSuccess;
 }
@@ -96,6 +98,14 @@ size_t free_bytes(int device) {
     return device_bytes() - taken[device];
 }
 
+void* map_file(int file, size_t bytes) {
+    void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+    struct stat facts;
+    if (start == MAP_FAILED || fstat(file, &facts)) return nullptr;
+    record::mapped(start, bytes, facts.st_ino, 0);
+    return start;
+}
+
 void protect(void* start, size_t bytes, bool writable) {
     const int rights = writable ? PROT_READ | PROT_WRITE : PROT_READ;
     if (device_memory_is_protected())
@@ -127,15 +137,16 @@ CUDA_API cudaError_t cudaMalloc(void** start, size_t asked) {
     const int device = host_thread().device;
     const size_t bytes = whole_pages(asked);
     if (!take_bytes(device, bytes)) return noted(cudaErrorMemoryAllocation);
-    *start = map_memory(bytes);
+    const int file = memfd_create("emulated.malloc", MFD_CLOEXEC);
+    *start = file < 0 || ftruncate(file, off_t(bytes)) ? nullptr : map_file(file, bytes);
     if (!*start) {
+        if (file >= 0) close(file);
         return_bytes(device, bytes);
         return noted(cudaErrorMemoryAllocation);
     }
     if (bytes <= LARGEST_FILLED) std::memset(*start, PATTERN, bytes);
     protect(*start, bytes);
-    record::mapped(*start, bytes, 0, 0);
-    add_range({uintptr_t(*start), bytes, Kind::device, device, true});
+    add_range({uintptr_t(*start), bytes, Kind::device, device, true, false, file});
     return cudaSuccess;
 }
 

@@ -15,6 +15,7 @@ struct Range {
     int device = 0;
     bool allocated = false;  // by this library, rather than registered or mapped
     bool gpudirect = false;  // whether whoever made it asked that network cards may reach it
+    int file = -1;           // of memory that other processes may open (ipc.cpp)
 };
 
 void add_range(const Range& range);
@@ -26,11 +27,11 @@ bool take_bytes(int device, size_t bytes);  // false, and nothing taken, if the 
 void return_bytes(int device, size_t bytes);
 size_t free_bytes(int device);
 
+void* map_file(int file, size_t bytes);  // all of a memory file, for the host so far; null on failure
+
 // Device memory from now on: threads of streams may read and, if it is writable, write it; those of the host die of
 // SIGSEGV if they do, and so does a stream that writes what is not writable.
 void protect(void* start, size_t bytes, bool writable = true);
-// Of memory that other processes may have opened: they keep what they have.
-void exported_no_more(const void* start);
 // For the calling thread.
 void allow_device_memory(bool allowed);
 // False where the processor has no protection keys: host code may touch device memory there, unseen.

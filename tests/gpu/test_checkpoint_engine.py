@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from support.device import own_device
 from support.handover_jobs import numbered
 from support.ranks import RankPool
+from support.waiting import until
 
 from odc import Settings
 from odc.errors import StaleVersionError, WaitTimeoutError
@@ -28,13 +30,15 @@ Pools = Callable[[int], RankPool]
 NBYTES = 4096  # of a group: several of them
 
 RECEIVER = """
+import os
 import sys
+import time
 
 import torch
 import zmq
 from checkpoint_engine.worker import update_weights_from_ipc
 
-address, path, refused = sys.argv[1:]
+address, folder, behaviour = sys.argv[1:]
 torch.cuda.set_device(0)
 loaded = {}
 
@@ -42,24 +46,31 @@ loaded = {}
 def load(weights):
     for name, tensor in weights:
         assert tensor.is_cuda
-        if name == refused:
+        if name == "second.weight" and behaviour == "refuse":
             raise KeyError(f"this model has no {name}")
+        if name == "second.weight" and behaviour == "end":
+            os._exit(7)
+        while behaviour == "wait" and not os.path.exists(f"{folder}/go"):
+            time.sleep(0.01)
         loaded[name] = tensor.clone()  # the bucket is filled anew as soon as this has returned
 
 
 def finish():
-    torch.save({name: tensor.cpu() for name, tensor in loaded.items()}, path)
+    torch.save({name: tensor.cpu() for name, tensor in loaded.items()}, f"{folder}/received.pt")
 
 
+open(f"{folder}/ready", "w").close()
 update_weights_from_ipc(zmq.Context(), address, 0, run=load, post_hook=finish)
 """
 
 
-def receiver(folder: Path, refused: str = "") -> tuple[subprocess.Popen[str], str]:
+def receiver(folder: Path, behaviour: str = "load") -> tuple[subprocess.Popen[str], str]:
     """A process that receives weights once and saves them in the folder, and the address that it connects to."""
     address = f"ipc://{folder}/receiver"
-    words = [sys.executable, "-c", RECEIVER, address, str(folder / "received.pt"), refused]
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True), address
+    words = [sys.executable, "-c", RECEIVER, address, str(folder), behaviour]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    until(lambda: (folder / "ready").exists() or process.poll() is not None, "a receiver to begin")
+    return process, address
 
 
 def sends_all(rank: int, world: int, folder: str) -> None:
@@ -93,47 +104,55 @@ def test_a_receiver_loads_what_the_ranks_have_published(ranks: Pools, tmp_path: 
     ranks(2).run(sends_all, str(tmp_path), timeout=400)
 
 
-def ends_by_an_error(rank: int, world: int, folder: str, refused: str) -> tuple[str, str]:
-    """Sends to a receiver that refuses a tensor, or else groups that end in an error; the errors of both."""
-    device = own_device(rank)
+def ends_by_an_error(rank: int, world: int, folder: str, behaviour: str) -> tuple[str, int, str]:
+    """Sends to a receiver that behaves so, or "stale" groups. The sender's error, the receiver's exit code, its log."""
+    device, place = own_device(rank), Path(folder)
     model, sharded = numbered(24, device, Settings(timeout_s=60.0))
     model.fill(1)
     sharded.publish()
-    process, address = receiver(Path(folder), refused)
+    process, address = receiver(place, behaviour)
 
     def groups(reader: Reader) -> Iterator[dict[str, torch.Tensor]]:
         for number, group in enumerate(read_groups(reader, NBYTES, 1, device=device)):
-            if number == 1 and not refused:
+            if number == 1 and behaviour == "stale":
                 raise StaleVersionError("version 2 was published")
             yield group
 
     with Reader(weight_handle(sharded)) as reader:
         sent = groups(reader)
-        with pytest.raises((ReceiverError, StaleVersionError)) as caught:
-            send_weights(sent, address, timeout_s=240.0)
+        with pytest.raises((ReceiverError, StaleVersionError, WaitTimeoutError)) as caught:
+            send_weights(sent, address, timeout_s=3.0 if behaviour == "wait" else 240.0)
         assert inspect.getgeneratorstate(sent) == inspect.GEN_CLOSED, "what it had begun to read"
+    (place / "go").touch()
     _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1 and not os.path.exists(Path(folder) / "received.pt")
-    return str(caught.value), stderr
+    assert not (place / "received.pt").exists()
+    return f"{type(caught.value).__name__}: {caught.value}", process.returncode, stderr
 
 
-@pytest.mark.parametrize("refused", ["second.weight", ""])
-def test_an_error_of_either_end_ends_both_and_says_why(ranks: Pools, tmp_path: Path, refused: str) -> None:
-    [(sender, other)] = ranks(1).run(ends_by_an_error, str(tmp_path), refused, timeout=400)
-    if refused:
-        assert "asked to load second.weight" in sender and "this model has no second.weight" in sender
-        assert "RuntimeError: ReceiverError: the receiver at" in other
-    else:
-        assert "version 2 was published" in sender
-        assert "RuntimeError: StaleVersionError: version 2 was published" in other
+@pytest.mark.parametrize(
+    ("behaviour", "sender", "other"),
+    [
+        ("refuse", "asked to load second.weight.*this model has no second.weight", "RuntimeError: ReceiverError: the"),
+        ("stale", "StaleVersionError: version 2 was published", "RuntimeError: StaleVersionError: version 2"),
+        ("wait", "WaitTimeoutError: no receiver at .* within 3 s", "RuntimeError: WaitTimeoutError: no receiver at"),
+        ("end", "has ended and not answered when asked to load second.weight", ""),
+    ],
+)
+def test_an_error_of_either_end_ends_both_and_says_why(
+    ranks: Pools, tmp_path: Path, behaviour: str, sender: str, other: str
+) -> None:
+    [(error, code, stderr)] = ranks(1).run(ends_by_an_error, str(tmp_path), behaviour, timeout=400)
+    assert re.search(sender, error, re.DOTALL), error
+    assert code == (7 if behaviour == "end" else 1) and other in stderr, (code, stderr)
 
 
 def test_a_receiver_that_never_connects_is_named(device: torch.device, tmp_path: Path) -> None:
-    address = f"ipc://{tmp_path}/receiver"
-    with pytest.raises(
-        WaitTimeoutError, match=rf"no receiver at {address} has connected within 0.3 s when asked to map"
-    ):
-        send_weights(iter([{"weight": torch.ones(3, device=device)}]), address, timeout_s=0.3)
+    """And what was to be sent is given back."""
+    address, before = f"ipc://{tmp_path}/receiver", torch.cuda.memory_allocated(device)
+    with pytest.raises(WaitTimeoutError, match=rf"no receiver at {address} has connected within 0.3 s"):
+        send_weights(iter([{"weight": torch.ones(1 << 20, device=device)}]), address, timeout_s=0.3)
+    gc.collect()
+    assert torch.cuda.memory_allocated(device) == before
 
 
 def test_tensors_outside_the_bucket_are_refused(device: torch.device, tmp_path: Path) -> None:

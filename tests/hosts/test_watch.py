@@ -39,7 +39,7 @@ class Rank:
         settings = Settings(address="127.0.0.1", timeout_s=PATIENCE_S, lost_after_s=20.0)
         self._reactor = Reactor(f"rank {rank}", lambda error: None, self._close)
         self.network = HostNetwork(self._reactor, store, rank, settings)
-        self.liveness = Liveness(self._reactor)
+        self.liveness = Liveness(self._reactor, rank)
         self.liveness.follow("this test", self._end)
         self.watch = HostWatch(self._reactor, self.network, self.liveness, around, 20.0)
         self._good_bye = True

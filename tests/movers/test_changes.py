@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc.movers import changes
+from odc.movers import change_loops, changes
 
 U16 = np.uint16
 
@@ -133,6 +133,16 @@ def test_what_does_not_fit_is_not_packed(room: int) -> None:
     into = torch.full((room + 64,), 0xAB, dtype=torch.uint8)
     assert changes.pack(as_bytes(old), as_bytes(new), into[:room]) == changes.TOO_LARGE
     assert (into[room:] == 0xAB).all(), "written over the end"
+
+
+@np.errstate(over="ignore")
+def test_more_than_32_bits_can_address_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops as they are written: numba takes constants for good."""
+    old, new, into = np.zeros(64, np.uint16), np.full(64, 7, np.uint16), np.zeros(4096, np.uint8)
+    packed = change_loops.pack(old, new, into)
+    for largest, expected in ((packed, packed), (packed - 1, changes.TOO_LARGE)):
+        monkeypatch.setattr(change_loops, "_LARGEST", largest)
+        assert change_loops.pack(old, new, into) == expected
 
 
 def test_room_is_three_quarters_and_whole_lines() -> None:

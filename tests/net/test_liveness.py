@@ -13,7 +13,7 @@ from odc.net.reactor import Reactor
 
 
 def test_every_report_reaches_those_that_follow_and_the_first_of_a_rank_stays() -> None:
-    liveness, early, late = Liveness(cast(Reactor, ByHand())), list[Loss](), list[Loss]()
+    liveness, early, late = Liveness(cast(Reactor, ByHand()), 0), list[Loss](), list[Loss]()
     first, second = Loss(3, 3, "rank 3 died", ""), Loss(3, 1, "rank 3 speaks nonsense")
     liveness.follow("early", early.append)
     for loss in (first, second):
@@ -27,7 +27,7 @@ def test_every_report_reaches_those_that_follow_and_the_first_of_a_rank_stays() 
 
 
 def test_what_is_not_certain_is_no_news_for_a_root_that_is_built_later() -> None:
-    liveness, seen, later = Liveness(cast(Reactor, ByHand())), list[Loss](), list[Loss]()
+    liveness, seen, later = Liveness(cast(Reactor, ByHand()), 0), list[Loss](), list[Loss]()
     liveness.follow("root", seen.append)
     liveness.report(loss := Loss(3, 3, "rank 3 died", ": its link has ended", certain=False))
     liveness.follow("later", later.append)
@@ -36,8 +36,9 @@ def test_what_is_not_certain_is_no_news_for_a_root_that_is_built_later() -> None
 
 
 def test_the_first_certain_loss_ends_what_has_no_root_yet() -> None:
-    liveness = Liveness(cast(Reactor, ByHand()))
+    liveness = Liveness(cast(Reactor, ByHand()), 0)
     liveness.report(Loss(3, 3, "rank 3 died", ": its link has ended", certain=False))
+    liveness.report(Loss(0, 0, "ValueError: of a thread of this rank"))
     liveness.refuse("rank 0, building a root")
     liveness.report(Loss(2, 1, "rank 2 died", ": its process has ended"))
     liveness.report(Loss(4, 4, "rank 4 died"))

@@ -18,6 +18,7 @@ import odc
 from odc.errors import HeapMemoryError, OdcError, PeerLostError, UnsupportedError
 from odc.memory import pinned
 from odc.recovery import process_group
+from odc.recovery import recovery as module
 from odc.recovery.devices import is_of_device, refuse_devices
 from odc.recovery.generations import GenerationOver, Generations
 from odc.recovery.members import Share
@@ -64,6 +65,25 @@ def test_another_error_of_torch_is_a_loss_there(recovery: Recovery) -> None:
         raise RuntimeError("Connection closed by peer")
     assert (recovery.recoveries, recovery.generation) == (1, 1)
     assert not is_of_device(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"))
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_silent_store_does_not_hold_up_the_search_for_a_loss(monkeypatch: pytest.MonkeyPatch, aborted: bool) -> None:
+    monkeypatch.setattr(module, "LOSS_SHOWS_S", 600.0 if aborted else 0.1)
+    calls = list[int]()
+
+    class Silent:
+        def culprit(self, watch: Callable[[], object]) -> None:
+            if aborted:
+                monkeypatch.setattr(module, "aborted_by_another", lambda: True)
+            while True:
+                calls.append(1)
+                watch()
+
+    one = Recovery.__new__(Recovery)
+    monkeypatch.setattr(module, "aborted_by_another", lambda: False)
+    monkeypatch.setattr(one, "_generations", Silent(), raising=False)
+    assert one._loss_shows() == aborted and calls
 
 
 def test_a_model_is_where_the_process_group_reaches_it() -> None:
