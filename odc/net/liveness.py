@@ -41,8 +41,8 @@ class Liveness:
 
     def __init__(self, reactor: Reactor, rank: int) -> None:
         self._reactor, self._rank = reactor, rank
-        self._lost: dict[int, Loss] = {}  # this and the next on the loop's thread only
-        self._followers: dict[str, Callable[[Loss], None]] = {}
+        self._lost: dict[int, Loss] = {}  # changed on the loop's thread only
+        self._followers: dict[str, Callable[[Loss], None]] = {}  # used on the loop's thread only
 
     def report(self, loss: Loss) -> None:
         """Record a loss that is certain, and pass it to all followers. On any thread; does not wait."""

@@ -24,6 +24,7 @@ from odc.deadlines import (
 )
 from odc.errors import PeerLostError, WaitTimeoutError, culprit_of
 from odc.net.announced import process_of
+from odc.net.engines.connections import Check, no_check
 from odc.net.store import JobStore
 
 _PIECE = 256 << 10  # bytes of one value; TCPStore is slow beyond, and refuses 8 MiB
@@ -54,7 +55,7 @@ class Mailbox:
         *,
         kind: str = "rank",
         task: str = "the evaluation",
-        check: Callable[[str], object] = lambda doing: None,
+        check: Check = no_check,
     ) -> None:
         self._of_ranks, self._refuse = kind == "rank", check
         watch = functools.partial(check, "asking the job's store")
