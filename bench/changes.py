@@ -7,7 +7,8 @@ A Qwen2 of 36M parameters, in bf16 with fp32 shards, is trained on the sources o
 steps at a high rate, then at each rate of the table, by AdamW. Every arm trains a model of its own, and all take their
 steps in turn. `whole` is Settings(changes="off"), which reads every shard anew; `changes` packs always, `auto` where it
 expects to be faster, and `int8` packs always and has sums cross by sums_dtype="int8". `lora` trains adapters of rank
-16 alone, beside `lora-whole`; `lora-int8` has sums cross as `int8` does.
+16 alone, beside `lora-whole`; `lora-int8` has sums cross as `int8` does. `alone` is what a rank computes in a step, by
+plain torch: no parameter, gradient or sum leaves it. What an arm takes beyond `alone` is its exchange.
 
 "weights" are the bytes that a host sends in the step less those of the sums, where those cross in fp32.
 """
@@ -31,7 +32,7 @@ from odc import Settings, fully_shard
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are those of the tests
 
 RATES = (1e-6, 1e-5, 1e-4)
-ARMS = ("whole", "changes", "auto", "int8")
+ARMS = ("whole", "changes", "auto", "int8", "alone")
 LORA = ("lora-whole", "lora", "lora-int8")
 SHAPE = {
     "hidden_size": 512,
@@ -47,14 +48,19 @@ _BEFORE = 9  # steps at a rate that are not measured: `auto` looks at every unit
 _made: dict[str, Trained] = {}  # of this process, by arm
 
 
+def qwen2() -> Any:
+    """The model of every arm, with the same weights in each."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+
+
 class Trained:
     """One arm's model, trained on text that depends on the step and the rank."""
 
     def __init__(self, arm: str, ids: torch.Tensor, tokens: int, address: str = "") -> None:
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-
-        torch.manual_seed(0)
-        self.model: Any = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+        self.model: Any = qwen2()
         if arm.startswith("lora"):
             from peft import LoraConfig, get_peft_model
 
@@ -79,17 +85,45 @@ class Trained:
             group["lr"] = rate
         at = (self._step * world + rank) * self._tokens % (len(self._ids) - self._tokens - 1)
         batch = self._ids[at : at + self._tokens + 1].unsqueeze(0).long()
+        self._update(batch)
+        self._step += 1
+
+    def _update(self, batch: torch.Tensor) -> None:
+        """`batch` is int64 [1, tokens]."""
         with self.model.minibatch():
             self.model.set_is_last_backward(True)
             self.model(input_ids=batch, labels=batch).loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._step += 1
+
+
+class Alone(Trained):
+    """What a rank computes of a step: the model in bf16 by plain torch, and AdamW on its share of each parameter."""
+
+    def __init__(self, world: int, ids: torch.Tensor, tokens: int) -> None:
+        self.model = qwen2().bfloat16()
+        self._ids, self._tokens, self._step = ids, tokens, 0
+        self.sums = self.whole = 0
+        self._shares = [
+            (parameter, torch.nn.Parameter(parameter.detach().view(-1)[: -(-parameter.numel() // world)].float()))
+            for parameter in self.model.parameters()
+        ]
+        self._optimizer = torch.optim.AdamW([share for _, share in self._shares], HIGH_RATE)
+
+    def _update(self, batch: torch.Tensor) -> None:
+        self.model(input_ids=batch, labels=batch).loss.backward()
+        for parameter, share in self._shares:
+            assert parameter.grad is not None
+            share.grad = parameter.grad.view(-1)[: share.numel()].float()
+        self._optimizer.step()
+        for parameter, share in self._shares:
+            parameter.detach().view(-1)[: share.numel()].copy_(share.detach())
+            parameter.grad = None
 
 
 def build(rank: int, world: int, arm: str, ids: torch.Tensor, tokens: int, steps: int) -> tuple[int, int]:
     """Make an arm and train it at the high rate; returns bytes of its parameters in bf16, and of its sums in fp32."""
-    made = _made[arm] = Trained(arm, ids, tokens)
+    made = _made[arm] = Alone(world, ids, tokens) if arm == "alone" else Trained(arm, ids, tokens)
     for _ in range(steps):
         made.step(HIGH_RATE, rank, world)
     dist.barrier()
@@ -154,7 +188,7 @@ def _row(
         "arm": arm,
         "MB out": out / 1e6,
         "out of whole": out / base_out,
-        "weights of whole": "" if arm.endswith("int8") else max(0.0, out - sums) / whole,
+        "weights of whole": max(0.0, out - sums) / whole if whole and not arm.endswith("int8") else "",
         "seconds": seconds,
         "seconds of whole": seconds / base_s,
         "CPU of whole": computed / base_cpu,

@@ -274,16 +274,18 @@ def changes() -> Figures:
             "free": of(arm, free, "seconds of whole"),
             "cpu": of(arm, free, "CPU of whole"),
         }
-        for arm in sorted({row["arm"] for row in result["rows"]}, key=lambda arm: of(arm, limited, "seconds"))
+        for arm in sorted(
+            {row["arm"] for row in result["rows"]} - {"alone"}, key=lambda arm: of(arm, limited, "seconds")
+        )
     }
     lines = [{"arm": arm, **{key: each(some) for key, some in its.items()}} for arm, its in values.items()]
-    base, whole = of("whole", free, "seconds"), of("whole", limited, "seconds")
+    alone, whole = of("alone", limited, "seconds"), of("whole", limited, "seconds")
     remain = {
         arm: each(
-            (slow - rest) / (longest - rest)
-            for slow, rest, longest in zip(of(arm, limited, "seconds"), base, whole, strict=True)
+            (seconds - least) / (longest - least)
+            for seconds, least, longest in zip(of(arm, limited, "seconds"), alone, whole, strict=True)
         )
-        for arm in ("changes", "int8")
+        for arm in ("changes", "auto", "int8")
     }
     shown = " / ".join(f"{rate:g}" for rate in rates)
     return result | {"rows": lines, "values": values, "rates": shown, "remain": remain}

@@ -118,7 +118,13 @@ def test_pages_name_what_is_stale_or_busy(monkeypatch: pytest.MonkeyPatch) -> No
 def test_arms_of_changes_stand_in_the_order_of_their_seconds_over_the_limited_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seconds = {"whole": (2.0, 1.0), "changes": (1.5, 1.2), "int8": (1.25, 1.4)}  # over 1 Gbit, and without a limit
+    seconds = {  # over 1 Gbit, and without a limit
+        "whole": (2.0, 1.0),
+        "changes": (1.5, 1.2),
+        "auto": (1.7, 1.0),
+        "int8": (1.25, 1.4),
+        "alone": (1.0, 0.9),
+    }
     rows = [
         {
             "link": link,
@@ -134,6 +140,6 @@ def test_arms_of_changes_stand_in_the_order_of_their_seconds_over_the_limited_li
     ]
     monkeypatch.setattr(quotes, "stored", lambda name: {"rows": rows})
     found = quotes.changes()
-    assert [row["arm"] for row in found["rows"]] == ["int8", "changes", "whole"]
+    assert [row["arm"] for row in found["rows"]] == ["int8", "changes", "auto", "whole"], "`alone` is no rival"
     assert found["rows"][0] == {"arm": "int8", "out": "0.50", "limited": "0.62", "free": "1.40", "cpu": "1.00"}
-    assert found["remain"] == {"changes": "0.50", "int8": "0.25"}, "of the second that the limit adds to whole"
+    assert found["remain"] == {"changes": "0.50", "auto": "0.70", "int8": "0.25"}, "of the second beyond `alone`"
