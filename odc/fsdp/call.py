@@ -72,7 +72,8 @@ def fully_shard(
 
     Args:
         module: a module, or several to be one unit.
-        mesh: 1-D (sharded) or 2-D (replicated x sharded), cpu or cuda; None: the world, where the parameters are.
+        mesh: 1-D (sharded) or 2-D (replicated x sharded), cpu or cuda; None: the world, as torch on cuda if there is
+            a device, where parameters on the CPU are moved unit by unit, else on cpu.
         reshard_after_forward: as torch; a number of ranks is taken as True (there is no gather over fewer ranks).
         shard_placement_fn: as torch; may return `Shard(dim)`, all on the same mesh.
         offload_policy: only torch's default.
@@ -88,7 +89,7 @@ def fully_shard(
     """
     _watch_exit()
     _refuse_options(settings, offload_policy)
-    mesh = _default_mesh(module) if mesh is None else mesh
+    mesh = _default_mesh() if mesh is None else mesh
     _refuse_mesh(mesh)
     mesh, node_size = _divide(mesh, optimizer_sharding, settings or Settings())
     modules = module if isinstance(module, list) else [module]
@@ -159,17 +160,14 @@ def shutdown() -> None:
         end_nvshmem(failed)
 
 
-def _default_mesh(module: nn.Module | list[nn.Module]) -> DeviceMesh:
-    """Over the world, on the device of the parameters; those on no device yet go where the process computes."""
+def _default_mesh() -> DeviceMesh:
+    """Over the world, on the device on which this process computes."""
     if not dist.is_initialized():
         raise UnsupportedError(
             "fully_shard needs a process group: start the program by torchrun (torchrun --nproc-per-node 2 loop.py) "
             "and call torch.distributed.init_process_group first"
         )
-    modules = module if isinstance(module, list) else [module]
-    kinds = {parameter.device.type for one in modules for parameter in one.parameters()}
-    cuda = "cuda" in kinds or ("cpu" not in kinds and torch.cuda.is_available())
-    return init_device_mesh("cuda" if cuda else "cpu", (dist.get_world_size(),))
+    return init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (dist.get_world_size(),))
 
 
 def _refuse_options(settings: object, offload_policy: OffloadPolicy | None) -> None:

@@ -64,7 +64,9 @@ def weight_handle(model: Any) -> str:
         left_out=tuple(name for name in model.state_dict() if name not in exported),
         secret="" if network is None else network.export_secret(root.identity).hex(),
         units=published_units(root_layout),
-        versions=heap.layout.offset("versions") if root_layout.exports_changes else 0,
+        versions=heap.place("versions")[1] if root_layout.says_changes else 0,
+        kernels=heap.lanes.asynchronous,
+        words=words,
     ).to_json()
 
 
@@ -116,7 +118,7 @@ def _parameters(root: Root, layout: HeapLayout, names: dict[int, list[str]]) -> 
 
 def published_units(layout: HeapLayout) -> tuple[PublishedUnit, ...]:
     """The units, where readers may read what has changed of them; else none."""
-    if not layout.exports_changes:
+    if not layout.says_changes:
         return ()
     place = layout.heap.layout.offset
     return tuple(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from odc.errors import OdcError
 
-SCHEMA = "odc-weight-handle-5"
+SCHEMA = "odc-weight-handle-6"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class WeightHandle:
     lie in that file, too; `left_out` names what the state dict holds and no rank publishes: buffers, and
     parameters that are not sharded; `secret`, in hex, admits to the listeners and is "" if there are none;
     `units` are in the order of their numbers, and the words of their versions at `versions`, where the job packs what
-    has changed; else there are none.
+    has changed, by kernels or, without `kernels`, on the CPU; else there are none. The words are in the part of the
+    heap whose name ends in `words`.
     """
 
     root: str
@@ -105,7 +107,17 @@ class WeightHandle:
     secret: str = ""
     units: tuple[PublishedUnit, ...] = ()
     versions: int = 0
+    kernels: bool = False
+    words: str = ""
     device_bytes: int = 0
+
+    @cached_property
+    def by_unit(self) -> list[list[PublishedParameter]]:
+        """The parameters of each of `units`, in the order in which they lie there."""
+        found: list[list[PublishedParameter]] = [[] for _ in self.units]
+        for one in self.parameters:
+            found[one.unit].append(one)
+        return found
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self)})

@@ -15,10 +15,10 @@ import torch
 
 from odc.errors import OdcError
 from odc.handover.handle import PublishedParameter, WeightHandle
-from odc.movers import changes
+from odc.movers import changes, tiles
 from odc.protocol.changes import checksum
 from odc.protocol.words import VERSION_WORDS, VERSIONS_KEPT, Version, VersionWord, Word
-from odc.runtime import ReadOnlyMember
+from odc.runtime import ReadOnlyMember, RemoteMember
 
 _CHECK_BYTES = 16 << 20  # read between two checks of whether the rest is still worth reading
 
@@ -38,7 +38,7 @@ class KeptMember(ReadOnlyMember):
     `bring` fills the copy. It takes as much memory as the shards, in compute dtype.
     """
 
-    def __init__(self, member: ReadOnlyMember, handle: WeightHandle) -> None:
+    def __init__(self, member: RemoteMember, handle: WeightHandle) -> None:
         self.rank, self._member, self._handle = member.rank, member, handle
         self._starts = [unit.offset for unit in handle.units]
         self._copies: dict[int, _Copy] = {}
@@ -75,19 +75,19 @@ class KeptMember(ReadOnlyMember):
     def read_words(self) -> None:
         """Those of all versions that are kept of all units."""
         words = torch.empty(VERSIONS_KEPT * len(self._starts) * VERSION_WORDS, dtype=torch.int64)
-        self._member.expect([])
-        self._member.copy(self._handle.versions, words.view(torch.uint8))
+        self._member.copy_words(self._handle.versions, words.view(torch.uint8))
         self._words = words.view(VERSIONS_KEPT, -1, VERSION_WORDS)
 
     def read_changes(self, parameters: Sequence[PublishedParameter]) -> None:
         """Those of the units of `parameters` whose copies they bring to the newest version, by less than all bytes."""
         self._changes = {}
+        self._member.expect([])
         for number in {one.unit for one in parameters}:
             copy = self._copies.get(number)
             if copy is None or not copy.held:
                 continue
             since = _since(copy.version, [Version(*row) for row in self._words[:, number].tolist()])
-            whole = sum(one.nbytes for one in self._handle.parameters if one.offset in copy.held)
+            whole = sum(one.nbytes for one in self._handle.by_unit[number] if one.offset in copy.held)
             if since is not None and sum(one.packed for one in since) < whole:
                 self._changes[number] = [self._read(number, one) for one in since]
 
@@ -102,15 +102,24 @@ class KeptMember(ReadOnlyMember):
             copy = self._copies[number]
             held, copy.held = copy.held, set()
             for one in packed:
-                changes.patch(copy.memory, one)
+                self._patch(number, copy.memory, one)
             self._check(number, version, held)
             copy.version, copy.held = version, held
         self._changes = {}
 
+    def _patch(self, number: int, shard: torch.Tensor, packed: torch.Tensor) -> None:
+        if not self._handle.kernels:
+            changes.patch(shard, packed)
+            return
+        begin, of_unit = self._starts[number], self._handle.by_unit[number]
+        tiles.patch(
+            shard, packed, [(one.offset - begin, one.shard_numel, one.torch_dtype.itemsize) for one in of_unit]
+        )
+
     def _check(self, number: int, version: int, held: set[int]) -> None:
         """Compare with the checksum that is sent where the protocol is checked."""
         published = int(self._words[0, number, VersionWord.CHECKSUM])
-        complete = all(one.offset in held for one in self._handle.parameters if one.unit == number)
+        complete = all(one.offset in held for one in self._handle.by_unit[number])
         if published and complete and checksum(self._copies[number].memory) != published:
             raise OdcError(
                 f"reader: by its changes, unit {number} of version {version} is not what rank {self.rank} has published"
@@ -139,6 +148,11 @@ class KeptMember(ReadOnlyMember):
         """What `read_whole` has read is known to be of its version."""
         for copy, one in self._arriving:
             copy.held.add(one.offset)
+
+
+def keeps(handle: WeightHandle) -> bool:
+    """Whether a copy can be brought to another version by changes: those of kernels take numba to apply here."""
+    return bool(handle.units) and (changes.available() or not handle.kernels)
 
 
 def bring(

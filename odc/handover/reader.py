@@ -17,7 +17,7 @@ import torch
 from odc.deadlines import Backoff, Deadline
 from odc.errors import StaleVersionError, UnsupportedError, WaitTimeoutError
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
-from odc.handover.kept import KeptMember, bring
+from odc.handover.kept import KeptMember, bring, keeps
 from odc.handover.slices import ParameterSlice, ShardPart, parts_of, slice_of, whole_of
 from odc.net import host_identity
 from odc.protocol import Word
@@ -49,8 +49,9 @@ class Reader:
 
     `handle` is the text that `odc.handover.weight_handle(model)` returned on a rank of the job; `timeout_s` is how long
     to wait for a rank that makes no progress; `tries` is how many copies the job may overtake before `read` gives up.
-    Where the job packs what changes in CPU memory (docs/changes.md), a reader keeps a copy of the shards on other
-    hosts, in compute dtype, and from then on reads only what has changed; `changes=False` keeps nothing and reads all.
+    Where the job packs what changes (docs/changes.md), a reader keeps a copy of the shards on other hosts in CPU memory,
+    in compute dtype, and from then on reads only what has changed; `changes=False` keeps nothing and reads all. Without
+    numba (extra `fast`) it keeps nothing of weights that lie on GPUs.
     `device` is the GPU that maps weights on GPUs of this host, by default the current one. With "cpu", and in a process
     without CUDA, they are read over the network, from ranks that listen there.
 
@@ -77,7 +78,7 @@ class Reader:
         self._by_name = {name: one for one in self._handle.parameters for name in one.names}
         self._sources: list[ReadOnlyMember] = []
         self._kept: list[KeptMember] = []  # those of `_sources` of which a copy is kept
-        self._keeps = changes and bool(self._handle.units)
+        self._keeps = changes and keeps(self._handle)
         self._engine: WeightEngine | None = None
         self.device = _CPU
         try:
@@ -103,11 +104,10 @@ class Reader:
             if self._engine is None or owner not in distant:
                 self._sources.append(self._map(owner))
                 continue
-            member: ReadOnlyMember = RemoteMember(owner.rank, self._engine, handle.digest)
+            member = RemoteMember(owner.rank, self._engine, handle.digest, handle.words)
             if self._keeps:
-                member = KeptMember(member, handle)
-                self._kept.append(member)
-            self._sources.append(member)
+                self._kept.append(KeptMember(member, handle))
+            self._sources.append(self._kept[-1] if self._keeps else member)
 
     def _map(self, owner: ShardOwner) -> MappedMember:
         handle = self._handle

@@ -12,7 +12,8 @@ def generate_alone(model: Any, *, below_root: bool = False) -> None:
     """Have `model.generate` stop where this rank's own sequences end; nothing for a model that does not generate.
 
     transformers takes a sharded model for one whose forwards are collectives: by default it all-reduces a flag before
-    every token, and runs forwards until the last rank is done. `synced_gpus=True` in the call still asks for that.
+    every token, and runs forwards until the last rank is done; its Seq2SeqTrainer asks for that by torch's mark of such
+    a model, which the root therefore loses. `synced_gpus=True` in the call still asks for it.
     `below_root`: generate runs a module below the root, as PEFT's does, so the root's own parameters are fetched for
     the whole call.
     """
@@ -27,3 +28,4 @@ def generate_alone(model: Any, *, below_root: bool = False) -> None:
         return generate(*args, synced_gpus=synced_gpus, **options)
 
     model.generate = alone
+    model._is_fsdp_managed_module = False

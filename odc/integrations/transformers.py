@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -50,6 +51,7 @@ except ImportError as error:
     raise ImportError(f"OdcTrainer needs transformers and accelerate: {install('transformers')}") from error
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 _PART = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
@@ -61,10 +63,12 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     `PreTrainedModel` or a `PeftModel`, with the same weights on every rank. Each block becomes a unit; embedding and
     head stay in the root, because some libraries read their weights outside of their forward. `blocks` are class names
     of the blocks, if the model does not name them (`_no_split_modules`); `options` go to `fully_shard` for every unit,
-    and a `mp_policy` among them replaces the Accelerator's. Raises ConfigError if the Accelerator asks for something
+    and a `mp_policy` among them replaces the Accelerator's, a `mesh` the world on its device. Each unit's shards move
+    there as it is sharded, so a model that fits no device may be made on the CPU. Raises ConfigError if the Accelerator asks for something
     odc cannot do, or (at the first forward) was made after this call.
     """
     wanted = AcceleratorOptions.current()
+    options["mesh"] = options.get("mesh") or wanted.mesh()
     own = options.pop("mp_policy", None)
     if own is not None and wanted.precision == "bf16" and own.param_dtype is not torch.bfloat16:
         raise ConfigError(f"the Accelerator says mixed_precision='bf16' and mp_policy says {own.param_dtype}")
@@ -162,12 +166,22 @@ class OdcTrainer(RecoveringTrainer):
             refuse_unrepeatable(self, max_tokens, split)
             self.recover_by(recovery)
         self._kind = type(self.model)
+        self.accelerator.device_placement = True
         settings = settings_for(self.args, settings)
         prepare(self.model, blocks=blocks, settings=settings)
         if isinstance(reference := getattr(self, "ref_model", None), torch.nn.Module):  # of TRL's trainers
             _prepare_reference(reference, blocks=blocks, settings=settings)
         if serves(self.args):
             serve_from_shards(self)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's. No whole model, TRL's reference included, goes to a device before it is sharded."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.device_placement = False
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        if self.accelerator.device_placement:
+            super()._move_model_to_device(model, device)
 
     def train(self, *args: Any, **options: Any) -> Any:
         """As the Trainer's; frees the arenas of split samples at its end."""
@@ -272,19 +286,31 @@ class OdcTrainer(RecoveringTrainer):
             return
         model = model or self.model
         if isinstance(model, PreTrainedModel):
-            weights = self._kind.from_pretrained(resume_from_checkpoint).state_dict()
-            set_model_state_dict(model, weights, options=_WHOLE)
+            weights = self._kind.from_pretrained(resume_from_checkpoint).state_dict() if self._reads else {}
+            set_model_state_dict(model, weights, options=self._reading)
         else:
             set_model_state_dict(model, _adapter_weights(model, resume_from_checkpoint), options=_PART)
+
+    @property
+    def _reading(self) -> StateDictOptions:
+        """How whole states are loaded: by one rank, which hands them on, as each takes the memory of all ranks' shards.
+
+        A rank may be lost meanwhile where ranks recover; there each reads all, and waits for none.
+        """
+        return _FROM_FIRST if self._loop is None else _WHOLE
+
+    @property
+    def _reads(self) -> bool:
+        return not self._reading.broadcast_from_rank0 or dist.get_rank() == 0
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self._kept_instead:
-            return
-        state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True)
-        set_optimizer_state_dict(self.model, self.optimizer.optimizer, state, options=_WHOLE)
+        if checkpoint is None or self._kept_instead or not (Path(checkpoint) / "optimizer.pt").is_file():
+            return  # the last: of save_only_model
+        state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True) if self._reads else {}
+        set_optimizer_state_dict(self.model, self.optimizer.optimizer, state, options=self._reading)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
 
 

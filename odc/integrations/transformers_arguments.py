@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc.errors import ConfigError
@@ -113,6 +114,16 @@ class AcceleratorOptions:
         if plugin is None or plugin.backend.value == "NO":
             return cls(state.mixed_precision)
         return cls(state.mixed_precision, plugin.to_kwargs())
+
+    @classmethod
+    def mesh(cls) -> DeviceMesh | None:
+        """All ranks, on the Accelerator's device; None if this process has made none."""
+        from accelerate.state import AcceleratorState
+
+        if not cls.known():
+            return None
+        state = AcceleratorState()
+        return init_device_mesh(state.device.type, (state.num_processes,))
 
     def policy(self, *, root: bool) -> MixedPrecisionPolicy | None:
         """Mixed precision of a unit, if any. In bf16 the root returns fp32, as under an Accelerator."""

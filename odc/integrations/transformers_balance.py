@@ -144,7 +144,8 @@ def planned_loader(stock: Any, steps: PlannedSteps) -> DataLoader[Any]:
     workers: dict[str, Any] = {"num_workers": stock.num_workers, "pin_memory": stock.pin_memory}
     if stock.num_workers:
         workers |= {"persistent_workers": stock.persistent_workers, "prefetch_factor": stock.prefetch_factor}
-        workers |= {"worker_init_fn": stock.worker_init_fn}
+        workers |= {"worker_init_fn": stock.worker_init_fn, "in_order": stock.in_order}
+        workers |= {"multiprocessing_context": stock.multiprocessing_context}
     rows = _Microbatches(stock.dataset, stock.collate_fn)
     return DataLoader(rows, batch_sampler=steps, collate_fn=StepOfRank, **workers)
 

@@ -27,6 +27,8 @@ def refuse_unplanned(trainer: Any, max_tokens: int) -> None:
         "gradient_accumulation_steps": (args.gradient_accumulation_steps != 1, "set it to 1; the plan counts"),
         "average_tokens_across_devices": (not args.average_tokens_across_devices, "leave it True"),
         "include_num_input_tokens_seen": (args.include_num_input_tokens_seen != "no", "leave it out"),
+        "split_batches": (args.accelerator_config.split_batches, "leave it out; the plan divides the samples"),
+        "dispatch_batches": (args.accelerator_config.dispatch_batches, "leave it out; each rank loads its own"),
         "train_sampling_strategy='batch_rebalance'": (
             str(getattr(args, "train_sampling_strategy", "")).endswith("batch_rebalance"),
             "use 'random', 'sequential' or 'group_by_length'",

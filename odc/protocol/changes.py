@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from odc.errors import UnsupportedError, install
@@ -26,7 +27,7 @@ from odc.protocol.words import VersionWord
 WHOLE = changes.TOO_LARGE
 SAMPLE_EVERY = 8  # epochs
 _SAMPLED = 128 << 10  # bytes
-_SLACK = 1.25  # of the last changes: so much room the next ones are expected to take
+SLACK = 1.25  # of the last changes: so much room the next ones are expected to take
 _LEAST = 4096  # bytes of each parameter that are compared before a shard is worth a second look
 
 
@@ -101,10 +102,10 @@ class PublishedChanges:
         """Pack behind the last changes where the next ones are expected to fit, else at the start of the region."""
         room, last = self._layout.mine.changes(unit), self._places.pop(unit.index, range(0))
         behind = round_up(last.stop, 4)
-        for place in (behind, 0) if last and behind + _SLACK * len(last) <= len(room) else (0,):
+        for place in (behind, 0) if last and behind + SLACK * len(last) <= len(room) else (0,):
             size = self._timed(unit, old, new, room[place:])
             written = range(place, len(room) if size == WHOLE else place + size)
-            _forget(self._layout.mine.history(unit), written)
+            forget(self._layout.mine.history()[:, unit.index : unit.index + 1], [written])
             if size != WHOLE:
                 self._places[unit.index] = written
                 return size
@@ -141,10 +142,13 @@ def checksum(shard: torch.Tensor) -> int:
     return 1 + zlib.crc32(shard.cpu().numpy().data)
 
 
-def _forget(history: torch.Tensor, written: range) -> None:
-    """Versions whose changes have been written over cannot be read any more."""
-    packed, place = history[:, VersionWord.PACKED], history[:, VersionWord.PLACE]
-    packed[(packed > 0) & (place < written.stop) & (place + packed > written.start)] = WHOLE
+def forget(history: np.ndarray, written: Sequence[range]) -> None:
+    """Versions whose changes have been written over cannot be read any more. `history` is that of a `LocalPeer`, or a
+    part of it; `written`, by unit, what was written of its region.
+    """
+    begin, end = np.array([[one.start, one.stop] for one in written], dtype=np.int64).reshape(-1, 2).T
+    packed, place = history[..., VersionWord.PACKED], history[..., VersionWord.PLACE]
+    packed[(packed > 0) & (place < end) & (place + packed > begin)] = WHOLE
 
 
 def _view(memory: torch.Tensor, unit: UnitSpec, param: int) -> torch.Tensor:

@@ -5,6 +5,9 @@ the wait for the published shards covers: nothing waits for a size. `HeapLayout.
 
 Under `changes="auto"` they always pack: that reads a published shard once more than publishing does, where the step of
 the optimizer before it has moved several times as many bytes of that shard. What may not pay is the wait of a patch.
+
+How much there is to write is known only when it is written. So a unit's region of changes is used as a whole, or, while
+its changes are few, as as many equal slots as versions are kept for readers outside the job.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import torch
 
 from odc.movers.choice import device_mover
 from odc.movers.plans import PackedUnit
-from odc.protocol.changes import SAMPLE_EVERY, WHOLE, PublishedChanges, note_version
+from odc.protocol.changes import SAMPLE_EVERY, SLACK, WHOLE, PublishedChanges, forget, note_version
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
+from odc.protocol.words import VERSIONS_KEPT
 
 _MOST_BYTES = 6 << 30  # of a unit's shard: kernels count what they pack of it in 32 bits
 
@@ -35,14 +39,16 @@ class ReadTimes(Protocol):
 
 class DeviceChanges:
     """As `PublishedChanges`, on a device; on the rank's main thread. Where kernels do not work, every version is
-    read whole.
+    read whole. `times`: if this rank reads from other hosts.
     """
 
-    def __init__(self, protocol: MemberProtocol, times: ReadTimes) -> None:
+    def __init__(self, protocol: MemberProtocol, times: ReadTimes | None) -> None:
         self._protocol, self._layout, self._times = protocol, protocol.layout, times
         self._always = self._layout.settings.changes == "on"
         # By unit: how many versions, one after the other, were to be read whole, as that was faster.
         self._passed: dict[int, int] = {}
+        # By unit: where its newest changes lie, if they can be read, and where the next ones are written.
+        self._places, self._rooms = [range(0)] * len(self._layout.units), [range(0)] * len(self._layout.units)
         device, count = self._layout.heap.device, max(1, len(self._layout.units))
         # Of each unit a quarter of its records' bytes: where kernels add them up, and where the host reads them.
         self._found = torch.zeros(count, dtype=torch.int32, device=device)
@@ -63,38 +69,58 @@ class DeviceChanges:
         mine, params = self._layout.mine, range(len(unit.params))
         places = [mine.published(unit, i, epoch) for i in params]
         before = [mine.published(unit, i, epoch - 1) for i in params]
-        return places, before, shards, mine.changes(unit)[: most_packed(unit)]
+        room = self._rooms[unit.index] = _room(self._places[unit.index], most_packed(unit))
+        return places, before, shards, mine.changes(unit)[room.start : room.stop]
 
     def note(self, epoch: int) -> None:
         """Store the words of what has changed; what `publish` has asked for has settled.
 
-        Packing has overwritten the changes that came last, also where there are none now: a host that has not read
-        them yet reads the whole shard.
+        The directory was written also where nothing has changed, and of too many records as many as there is room for.
+        A host that has not read what they have overwritten reads the whole shard.
         """
+        units = self._layout.units
         if not self._layout.applies_changes:
-            for unit in self._layout.units:
+            for unit in units:
                 note_version(self._protocol, unit, WHOLE, 0, epoch)
             return
-        for unit, patches, words in zip(self._layout.units, self._layout.patches, self._sizes.tolist(), strict=False):
-            packed = patches.directory_bytes + 4 * words
-            if unit.published_bytes > _MOST_BYTES:
-                note_version(self._protocol, unit, WHOLE, 0, epoch)
-            elif not words:
+        records = [4 * words for words in self._sizes.tolist()]
+        ends = [
+            room.start + patches.directory_bytes + nbytes
+            for room, patches, nbytes in zip(self._rooms, self._layout.patches, records, strict=False)
+        ]
+        written = [range(room.start, min(end, room.stop)) for room, end in zip(self._rooms, ends, strict=True)]
+        forget(self._layout.mine.history()[1:], written)
+        for unit, place, end, nbytes in zip(units, written, ends, records, strict=False):
+            newest, countable = self._places[unit.index], unit.published_bytes <= _MOST_BYTES
+            if nbytes or not countable:
+                fits = countable and end == place.stop
+                packed = len(place) if fits and self._pays(unit, len(place)) else WHOLE
+                note_version(self._protocol, unit, packed, place.start, epoch)
+                self._places[unit.index] = place if fits else range(0)
+            elif newest.start < place.stop and newest.stop > place.start:
                 self._protocol.drop_changes(unit, WHOLE)
-            else:
-                note_version(self._protocol, unit, packed if self._pays(unit, packed) else WHOLE, 0, epoch)
+                self._places[unit.index] = range(0)
 
     def _pays(self, unit: UnitSpec, packed: int) -> bool:
-        """Whether other hosts are to read the changes: they are not too many, and under "auto" read and applied sooner
-        than the shard is read. Every eighth time they are applied anyway, so that it is known what that takes.
+        """Whether other hosts are to read the changes: under "auto", if they are read and applied sooner than the shard
+        is read. Every eighth time they are applied anyway, so that it is known what that takes.
         """
-        if packed > most_packed(unit) or self._always:
-            return packed <= most_packed(unit)
+        if self._always or self._times is None:
+            return self._always
         passed = self._passed.get(unit.index, 0) + 1
         applied = self._times.patching(unit.index) if passed < SAMPLE_EVERY else 0.0
         pays = self._times.seconds(packed) + applied < self._times.seconds(unit.published_bytes)
         self._passed[unit.index] = 0 if pays else passed
         return pays
+
+
+def _room(newest: range, most: int) -> range:
+    """Where a unit's next changes are written: behind the newest ones, where they are expected to fit a slot."""
+    slot = most // VERSIONS_KEPT // 4 * 4
+    if not newest or SLACK * len(newest) > slot:
+        return range(most)
+    begin = (newest.start // slot + 1) % VERSIONS_KEPT * slot
+    return range(begin, begin + slot)
 
 
 def most_packed(unit: UnitSpec) -> int:
@@ -103,13 +129,13 @@ def most_packed(unit: UnitSpec) -> int:
 
 
 def changes_of(protocol: MemberProtocol, times: ReadTimes | None) -> PublishedChanges | DeviceChanges | None:
-    """What publishes the shards of a member whose heap says changes, else None. `times`: if it reads from other hosts,
-    as each member on a device does whose heap says changes.
+    """What publishes the shards of a member whose heap says changes, else None. `times`: if it reads from other
+    hosts.
     """
     layout = protocol.layout
     if not layout.says_changes:
         return None
-    if times is not None and layout.heap.lanes.asynchronous:
+    if layout.heap.lanes.asynchronous:
         return DeviceChanges(protocol, times)
     return PublishedChanges(protocol, _no_reads if times is None else times.seconds)
 

@@ -258,26 +258,18 @@ class HeapLayout(Regions):
         return mine.data_ptr() <= memory.data_ptr() < mine.data_ptr() + mine.numel()
 
     @property
-    def exports(self) -> bool:
-        """Whether processes outside the job can read the published shards: not those in NVSHMEM's memory."""
-        return not self._on_device or self.settings.memory == "driver"
-
-    @property
-    def exports_changes(self) -> bool:
-        """Whether they can read what has changed of the shards, too: not on a device, where the words of that lie
-        apart from it.
+    def readable(self) -> dict[str, range]:
+        """What readers outside the job may read, as bytes of each part of the heap: the published shards of all units,
+        and with `says_changes` what has changed of them and the words of that.
         """
-        return self.says_changes and not self._on_device
-
-    @property
-    def readable_range(self) -> range:
-        """Bytes of the heap, on its device, that hold what readers outside the job may read: the published shards of
-        all units, and with `exports_changes` what has changed of them and the words of that.
-        """
-        if not self.units:
-            return range(0)
-        place, last = self.heap.layout, "versions" if self.exports_changes else f"published/{len(self.units) - 1}"
-        return range(place.offset("published/0"), place.offset(last) + place.size(last))
+        regions = [f"published/{unit.index}" for unit in self.units if self.exports]
+        if regions and self.says_changes:
+            regions += [*(f"changes/{unit.index}" for unit in self.units), "versions"]
+        sizes, found = self.heap.bytes_by_name(), dict[str, range]()
+        for name in regions:  # those of a part lie side by side
+            part, begin = self.heap.place(name)
+            found[part] = range(found[part].start if part in found else begin, begin + sizes[name])
+        return found
 
     def close(self) -> None:
         """Give the memory of all members back as soon as no view of it is in use; idempotent."""

@@ -113,10 +113,8 @@ class MemberProtocol:
 
     def note_version(self, unit: UnitSpec, packed: int, place: int, checksum: int) -> None:
         """CHANGED and its neighbours: the epoch that is being published brings another shard of `unit`."""
-        versions = self.layout.mine.versions(unit)
-        if self.layout.exports_changes:
-            history = self.layout.mine.history(unit)
-            history[1:] = history[:-1].clone()
+        versions, history = self.layout.mine.versions(unit), self.layout.mine.history()[:, unit.index]
+        history[1:] = history[:-1].copy()
         versions.store(VersionWord.BASE, versions.load(VersionWord.CHANGED))
         versions.store(VersionWord.CHANGED, self.epoch + 1)
         versions.store(VersionWord.PACKED, packed)

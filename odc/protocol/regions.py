@@ -67,7 +67,7 @@ class Regions:
         keeps_residuals: whether what rounding takes off a sum is added to the next one.
         wire_at: as `sums_at`, of the sums as they cross.
         says_changes: whether other hosts, and readers outside the job, may read what has changed of a shard instead of
-            the shard; on devices other hosts alone.
+            the shard.
         stages: whether pushes to other ranks of the shard group go through staging slots.
     """
 
@@ -83,7 +83,7 @@ class Regions:
         self.shares = replicas if replicas > 2 else 1  # two read as much either way
         self.spans_hosts = bool(grid.remote) and grid.nodes is grid and grid.shards_span_hosts
         spans = bool(grid.remote) and grid.nodes.shards_span_hosts
-        always = settings.changes == "on" and not on_device
+        always = settings.changes == "on" and self.exports
         self.says_changes = bool(units) and (always or (spans and settings.changes != "off"))
         # Every rank of a host adds to its sums; in CPU memory to the accumulators there as well.
         self.stages = settings.accumulate == "server" and (self._on_device or not self.spans_hosts)
@@ -108,7 +108,7 @@ class Regions:
             ("pushes", max(1, members * self.param_base[-1]) * 8),
             ("mutexes", max(1, len(self.units)) * MUTEX_BYTES),
         ]
-        # Side by side, because readers outside the job may read this range and nothing else: see `readable_range`.
+        # Side by side, because readers outside the job may read these and nothing else: see `HeapLayout.readable`.
         requests += [(f"published/{one.index}", max(64, self.buffers * one.published_bytes)) for one in self.units]
         if self.says_changes:
             requests += [(f"changes/{one.index}", max(64, changes.room_for(one.published_bytes))) for one in self.units]
@@ -154,6 +154,11 @@ class Regions:
             requests += [(f"residual/{row}", max(64, self.sums_at[-1])) for row in range(hosts)]
         arrived = max(64, self.wire_at[-1])
         return requests + [(f"arrived/{number}", arrived) for number in range(len(self.contributors))]
+
+    @property
+    def exports(self) -> bool:
+        """Whether processes outside the job can read the published shards: not those in NVSHMEM's memory."""
+        return not self._on_device or self.settings.memory == "driver"
 
     @property
     def contributors(self) -> tuple[int, ...]:

@@ -169,14 +169,15 @@ class ExposedHeap:
 
     `answers` are functions by the name under which they answer members of other hosts. Weights are also exposed to
     readers outside the job (`HeapLayout.exports`), which are admitted by a secret of the root's own. They may read the
-    bytes of `HeapLayout.readable_range` and receive `READER_WORDS`; every other byte of the heap is refused.
+    bytes of `HeapLayout.readable` and receive `READER_WORDS`; every other byte of the heap is refused.
     """
 
     def __init__(
         self, identity: str, layout: HeapLayout, network: HostNetwork, answers: Mapping[str, Callable[[], bytes]]
     ) -> None:
         self._identity, self._network, self._names = identity, network, [*answers]
-        self._readable = {identity: layout.readable_range, board_name(identity): range(0)}
+        self._readable = {identity + part: place for part, place in layout.readable.items()}
+        self._readable[board_name(identity)] = range(0)
         # Where no member is on another host readers come by TCP, and no memory need be registered with a card.
         expose = network.engine.expose if layout.grid.remote else functools.partial(Engine.expose, network.engine)
         for part, memory in layout.heap.parts().items():

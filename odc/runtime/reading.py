@@ -188,13 +188,14 @@ class WeightEngine:
 
 
 class RemoteMember(ReadOnlyMember):
-    """A member on another host. Small pieces that lie close together are read together.
+    """A member on another host. Small pieces that lie close together are read together. `words` names the part of its
+    heap that holds words, and is empty where that is the one with the data.
 
     Raises PeerLostError if it is gone or does not admit this process, LayoutMismatchError if its heap is another one.
     """
 
-    def __init__(self, rank: int, engine: WeightEngine, digest: str) -> None:
-        self.rank, self._engine = rank, engine
+    def __init__(self, rank: int, engine: WeightEngine, digest: str, words: str = "") -> None:
+        self.rank, self._engine, self._words = rank, engine, words
         self._spans: list[tuple[int, int]] = []  # first byte, end; rising
         self._span = torch.empty(0, dtype=torch.uint8)
         self._at = 0  # of the span that was read last
@@ -224,14 +225,18 @@ class RemoteMember(ReadOnlyMember):
         if not self._at <= offset <= end <= self._at + self._span.numel():
             first, last = next((span for span in self._spans if span[0] <= offset and end <= span[1]), (offset, end))
             if (first, last) == (offset, end) and into.device.type == "cpu":
-                self._read(offset, into)
+                self._read("", offset, into)
                 return
             self._at, self._span = first, torch.empty(last - first, dtype=torch.uint8)
-            self._read(first, self._span)
+            self._read("", first, self._span)
         into.copy_(self._span[offset - self._at : end - self._at])
 
-    def _read(self, offset: int, into: torch.Tensor) -> None:
-        self._engine.sockets.read(self.rank, self._engine.root, offset, into, what="the weights")
+    def copy_words(self, offset: int, into: torch.Tensor) -> None:
+        """As `copy`, from this byte on of what holds words."""
+        self._read(self._words, offset, into)
+
+    def _read(self, part: str, offset: int, into: torch.Tensor) -> None:
+        self._engine.sockets.read(self.rank, self._engine.root + part, offset, into, what="the weights")
 
     def refuse_if_gone(self, doing: str) -> None:
         words, _, reason = self._ask()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.device import EMULATED, own_device
+from support.far_readers import Moved
 from support.handover_jobs import end, numbered, publishing_job, second_dimension_first
 from support.models import Case, adamw, make, next_token_loss, shard, tokens
 from support.ranks import RankPool
@@ -21,6 +22,7 @@ from odc.errors import PeerLostError
 from odc.fsdp import root_of
 from odc.handover import Reader, read_groups, version, weight_handle
 from odc.handover.handle import WeightHandle
+from odc.protocol.words import VERSION_WORDS, VERSIONS_KEPT
 
 Pools = Callable[[int], RankPool]
 READS = 100  # 40,000 have been read, too
@@ -44,12 +46,17 @@ def trained(rank: int, case: Case, device: torch.device, **options: Any) -> tupl
         optimizer.step()
         optimizer.zero_grad()
     model.publish()
+    return model, gathered(model)
+
+
+def gathered(model: Any) -> dict[str, torch.Tensor]:
+    """The whole state dict, on the CPU."""
     whole = {}
     for name, value in model.state_dict().items():  # gloo gathers no DTensors of a device
         shards: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shards, value.to_local().cpu())
         whole[name] = torch.cat(shards, value.placements[0].dim)
-    return model, whole
+    return whole
 
 
 def places(reader: Reader, device: torch.device) -> dict[str, torch.Tensor]:
@@ -124,7 +131,7 @@ def test_a_reader_gets_the_whole_state_dict(ranks: Pools, name: str) -> None:
 def test_ranks_of_this_host_are_mapped_and_others_read_over_the_network(
     device: torch.device, request: pytest.FixtureRequest
 ) -> None:
-    """Into the same tensors of a device; hosts exchange changes, and readers still read whole shards."""
+    """Into the same tensors of a device; of others readers keep a copy, as hosts exchange changes."""
     pools, settings = request.getfixturevalue("host_ranks"), Settings(timeout_s=120.0, changes="on")
     pools(2, 2).run(reads_a_trained_model, CASES["plain"][0], {"settings": settings}, timeout=240)
 
@@ -140,7 +147,7 @@ def reads_over_the_network(rank: int, world: int) -> None:
         into = places(reader, device)
         for found in (reader.read().tensors, reader.read(into).tensors):
             assert all(torch.equal(found[name].cpu(), value) for name, value in whole.items())
-        published, accumulator = layout.readable_range, layout.heap.layout.offset("accumulator/0")
+        published, accumulator = layout.readable[""], layout.heap.layout.offset("accumulator/0")
         assert len(published) < handle.device_bytes and accumulator not in published
         for offset, nbytes in ((accumulator, 8), (published.start, len(published) + 1), (0, handle.device_bytes)):
             with pytest.raises(PeerLostError, match="exposes no"):
@@ -150,6 +157,42 @@ def reads_over_the_network(rank: int, world: int) -> None:
 
 def test_a_reader_without_a_gpu_reads_over_the_network(ranks: Pools) -> None:
     ranks(2).run(reads_over_the_network, timeout=240)
+
+
+def reads_changes_over_the_network(rank: int, world: int, second: bool) -> None:
+    """A reader that reads every version, and one that skips some: after the first time only what has changed."""
+    device = own_device(rank)
+    settings = Settings(
+        timeout_s=60.0, address="127.0.0.1", engine="sockets", changes="on", check_protocol=True, second_buffer=second
+    )
+    model, whole = trained(rank, CASES["plain"][0], device, settings=settings)
+    text = weight_handle(model)
+    words = VERSIONS_KEPT * len(root_of(model).layout.units) * VERSION_WORDS * 8 * world
+    with Reader(text, device="cpu") as often, Reader(text, device="cpu") as seldom:
+        readers, all_bytes = [(often, Moved(often), 1), (seldom, Moved(seldom), 3)], 0
+        for step in range(7):
+            for reader, moved, every in readers:
+                if step % every:
+                    continue
+                number, found = reader.read(at_least=version(model))
+                wrong = [name for name, one in whole.items() if not torch.equal(found[name], one.to(found[name].dtype))]
+                assert number == version(model) and not wrong, (step, every, wrong)
+                nbytes = moved.taken()
+                all_bytes = all_bytes or nbytes
+                assert nbytes == all_bytes if not step else words < nbytes < 0.2 * all_bytes + words
+                assert reader.read().version == number and moved.taken() == words
+            dist.barrier()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.to_local().view(-1)[step::97] *= 1.0079
+            model.publish()
+            whole = gathered(model)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_reader_over_the_network_reads_what_has_changed_on_the_device(ranks: Pools, second: bool) -> None:
+    ranks(2).run(reads_changes_over_the_network, second, timeout=240)
 
 
 # versions ------------------------------------------------------------------------------------------------------------

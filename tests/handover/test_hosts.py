@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.far_readers import Moved
 from support.handover_jobs import Numbered, changed, read_a_trained_model, second_dimension_first
 from support.host_ranks import spawn_on_hosts
 from support.hosts import Hosts, Part, need_hosts
@@ -172,24 +173,6 @@ def test_after_each_of_fifty_steps_a_reader_gets_the_state_dict_and_moves_a_fift
 
 
 PACKING = Settings(timeout_s=60.0, changes="on")
-
-
-class Moved:
-    """Counts the bytes that a reader reads from other hosts."""
-
-    def __init__(self, reader: Reader) -> None:
-        assert reader._engine is not None
-        self._nbytes, self._read = 0, reader._engine.sockets.read
-        reader._engine.sockets.read = self._counting  # type: ignore[method-assign]
-
-    def _counting(self, rank: int, region: str, offset: int, into: torch.Tensor, **options: Any) -> None:
-        self._nbytes += into.numel()
-        self._read(rank, region, offset, into, **options)
-
-    def taken(self) -> int:
-        """Since this was last asked."""
-        found, self._nbytes = self._nbytes, 0
-        return found
 
 
 READ = """

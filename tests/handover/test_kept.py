@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
+from support.deferred import late_heaps
 from support.extent import up_to
 from support.far_readers import LAYOUT, UNITS, Copying, Weights, far_reader
 from support.handover_jobs import Job, read_in_a_loop
@@ -29,8 +30,10 @@ def packing(**options: object) -> Job:
     return Job(LAYOUT, settings=Settings(timeout_s=60.0, changes="on", **options))  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def job() -> Iterator[Job]:
+@pytest.fixture(params=["in CPU memory", "on a device"])
+def job(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    if request.param == "on a device":
+        late_heaps(monkeypatch)
     with packing() as job:
         for layout in job.group.layouts:  # checksums, but not the checks of words: no member is DONE here
             layout.settings = dataclasses.replace(layout.settings, check_protocol=True)

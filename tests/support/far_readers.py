@@ -41,7 +41,7 @@ class Copying:
     def read(self, rank: int, region: str, offset: int, into: torch.Tensor, **unused: Any) -> None:
         member = self.job.group.ranks.index(rank)
         layout, half = self.job.group.layouts[member], into.numel() // 16 * 8
-        allowed = layout.readable_range
+        allowed = layout.readable[""]
         assert region == "group" and allowed.start <= offset <= offset + into.numel() <= allowed.stop
         memory = layout.heap.whole(member)[offset : offset + into.numel()]
         self.meanwhile()
@@ -58,6 +58,24 @@ class Copying:
 
     def close(self) -> None:
         return
+
+
+class Moved:
+    """Counts the bytes that a reader reads from other hosts."""
+
+    def __init__(self, reader: Reader) -> None:
+        assert reader._engine is not None
+        self._nbytes, self._read = 0, reader._engine.sockets.read
+        reader._engine.sockets.read = self._counting  # type: ignore[method-assign]
+
+    def _counting(self, rank: int, region: str, offset: int, into: torch.Tensor, **options: Any) -> None:
+        self._nbytes += into.numel()
+        self._read(rank, region, offset, into, **options)
+
+    def taken(self) -> int:
+        """Since this was last asked."""
+        found, self._nbytes = self._nbytes, 0
+        return found
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class Job:
         self.handle = WeightHandle(
             "group", self.owners, self.parameters, offset("board"), offset("reason"), layout.buffers,
             layout.heap.nbytes, layout.heap.digest, (), units=published_units(layout),
-            versions=offset("versions") if layout.says_changes else 0,
+            versions=offset("versions") if layout.says_changes else 0, kernels=layout.heap.lanes.asynchronous,
         ).to_json()  # fmt: skip
 
     def publish(self, values: Sequence[float]) -> None:

@@ -48,6 +48,7 @@ class LocalPeer(PeerBoard):
         self._mutexes: dict[int, RobustMutex] = {}
         self._pushed: PushedWords | None = None
         self._lasts: np.ndarray | None = None
+        self._history: np.ndarray | None = None
 
     @property
     def attached(self) -> bool:
@@ -63,7 +64,7 @@ class LocalPeer(PeerBoard):
         self._shards.clear()
         self._accumulators.clear()
         self._mutexes.clear()
-        self._pushed = self._lasts = None
+        self._pushed = self._lasts = self._history = None
 
     # words -------------------------------------------------------------------------------------------------------
 
@@ -140,12 +141,14 @@ class LocalPeer(PeerBoard):
         """The words of a unit's shard that other hosts get a copy of (`VersionWord`)."""
         return words_at(self._heap, self.member, "versions", unit.index * VERSION_WORDS, VERSION_WORDS)
 
-    def history(self, unit: UnitSpec) -> torch.Tensor:
-        """int64 [VERSIONS_KEPT, VERSION_WORDS]: `versions`, then those of the versions before, newest first. Readers
-        outside the job read them.
+    def history(self) -> np.ndarray:
+        """int64 [VERSIONS_KEPT, units, VERSION_WORDS]: `versions` of all units, then those of the versions before,
+        newest first. Readers outside the job read them.
         """
-        every = self._view("versions", torch.int64, 0)
-        return every.view(VERSIONS_KEPT, -1, VERSION_WORDS)[:, unit.index]
+        if self._history is None:
+            words = self._heap.words(self.member, "versions").as_tensor().numpy()
+            self._history = words.reshape(VERSIONS_KEPT, -1, VERSION_WORDS)
+        return self._history
 
     def changes(self, unit: UnitSpec) -> torch.Tensor:
         """uint8: where the changes of a unit's shard lie, those of several versions."""
