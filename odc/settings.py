@@ -64,9 +64,9 @@ class Settings:
             "bfloat16" rounds each sum once before it crosses the network; "int8" sends matrices in 8 bits, and adds
             what rounding takes off a sum to the next one (on devices by odc's kernels; see docs/int8.md).
         changes: whether other hosts read only what has changed of a shard since they read it last, without loss, and
-            so do readers there of weights in CPU memory: "auto" in a job over hosts, where it is faster, as measured,
-            and of units without a change nothing; "on" always, on one host as well; by numba. On devices odc's kernels
-            pack, and without them "auto" reads as "off".
+            so do readers there: "auto" in a job over hosts, where it is faster, as measured, and of units without a
+            change nothing; "on" always, on one host as well; by numba. On devices odc's kernels pack, and without them
+            "auto" reads as "off".
         engine: what reads shards and sums from other hosts; "auto" chooses, and with memory="nvshmem" that is NVSHMEM.
         memory: where the data of models on devices lies: "driver", in memory of CUDA's driver, or "nvshmem", in
             NVSHMEM's, which every rank of the job then starts when it first runs a model (see docs/gpu.md).

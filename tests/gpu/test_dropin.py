@@ -263,3 +263,18 @@ def test_shutdown_ends_in_good_order(rank: int, world: int) -> None:
         with model.minibatch():
             model(torch.randn(2, 64, device=device)).sum().backward()
         shutdown()
+
+
+@on_ranks(2)
+def test_the_default_mesh_is_on_the_device_to_which_each_unit_is_moved(rank: int, world: int) -> None:
+    """As torch's: a model that fits no device is made on the CPU."""
+    own_device(rank)
+    model = model_of(2, WIDTH, torch.device("cpu"))
+    for number, layer in enumerate(model):
+        fully_shard(layer)
+        on_device = [{one.device.type for one in other.parameters()} for other in model]
+        assert on_device == [{"cuda"}] * (number + 1) + [{"cpu"}] * (1 - number)
+    fully_shard(model)
+    with torch.no_grad():
+        assert model(torch.randn(8, WIDTH)).device.type == "cuda"
+    leave()

@@ -6,11 +6,15 @@ import copy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.ranks import RanksFailed
 from support.trainers import Logged, arguments, as_torchrun, differences, logged, model, padded, samples, stepped
+
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from odc.errors import ConfigError
 
@@ -221,6 +225,88 @@ def test_each_rank_generates_with_forwards_for_its_own_tokens(ranks, lora: bool)
         pytest.importorskip("peft", reason="needs peft: make test-integrations")
     for expected, ours, forwards in ranks(2).run(generated, lora):
         assert ours == expected and forwards == len(ours) - 3
+
+
+def generated_to_be_scored(rank: int, world: int, folder: Path) -> int:
+    """Forwards of a rank whose answers a Seq2SeqTrainer asks for; the ranks have unequally many."""
+    from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class Ours(OdcTrainer, Seq2SeqTrainer): ...
+
+    as_torchrun(rank, world)
+    args = arguments(folder, Seq2SeqTrainingArguments, predict_with_generate=True)
+    args.generation_config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=59)
+    trainer = Ours(model=model(), args=args, train_dataset=samples(), data_collator=padded)
+    trainer._gen_kwargs, runs = {}, list[int]()
+    trainer.model.model.layers[0].register_forward_pre_hook(lambda *unused: runs.append(1))
+    for _ in range(1 + rank):
+        trainer.prediction_step(trainer.model, padded(samples()[:2]), prediction_loss_only=False)
+    return len(runs)
+
+
+def test_answers_that_a_trainer_asks_for_are_generated_by_each_rank_alone(ranks, tmp_path) -> None:
+    """In step with the others the second rank would wait for the first for ever."""
+    first, second = ranks(2).run(generated_to_be_scored, tmp_path)
+    assert second == 2 * first > 0
+
+
+def moved(rank: int, world: int, folder: Path, ours: bool) -> int:
+    """How many whole models are moved to a device while a Trainer is made."""
+    as_torchrun(rank, world)
+    count, real = 0, torch.nn.Module.to
+
+    def to(module: torch.nn.Module, *where: Any, **options: Any) -> torch.nn.Module:
+        nonlocal count
+        count += not any(isinstance(one, DTensor) for one in module.parameters())
+        return real(module, *where, **options)
+
+    with mock.patch.object(torch.nn.Module, "to", to):
+        trainer = make(ours, folder, {})
+    assert trainer.accelerator.device_placement, "batches go to the device"
+    return count
+
+
+def test_no_whole_model_is_moved_to_a_device(ranks, tmp_path) -> None:
+    assert ranks(2).run(moved, tmp_path, False) == [1, 1], "this shows nothing"
+    assert ranks(2).run(moved, tmp_path, True) == [0, 0]
+
+
+def read(rank: int, world: int, folder: Path, only_model: bool) -> list[str]:
+    """What a rank reads of a checkpoint of which all ranks need a part."""
+    as_torchrun(rank, world)
+    changes = {"save_strategy": "steps", "save_steps": 2, "save_only_model": only_model}
+    make(True, folder, changes).train()
+    trainer, found = make(True, folder, changes), list[str]()
+    weights, state = trainer._kind.from_pretrained, torch.load
+
+    def load(path: Any, **options: Any) -> Any:
+        found.append(Path(path).name)
+        return state(path, **options)
+
+    def from_pretrained(path: Any) -> Any:
+        found.append("weights")
+        return weights(path)
+
+    with mock.patch.object(torch, "load", load), mock.patch.object(trainer._kind, "from_pretrained", from_pretrained):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert trainer.state.global_step == 3
+    return [name for name in found if name in ("weights", "optimizer.pt")]
+
+
+@pytest.mark.parametrize("only_model", [False, True])
+def test_one_rank_reads_a_checkpoint_for_all(ranks, tmp_path, only_model: bool) -> None:
+    assert ranks(2).run(read, tmp_path, only_model) == [["weights"] if only_model else ["weights", "optimizer.pt"], []]
+
+
+def test_planned_steps_are_loaded_by_workers_as_the_trainer_would_start_them() -> None:
+    from odc.integrations.transformers_balance import planned_loader
+
+    stock = DataLoader(samples(), num_workers=1, multiprocessing_context="spawn", in_order=False, collate_fn=padded)
+    planned = planned_loader(stock, mock.MagicMock())
+    assert planned.multiprocessing_context.get_start_method() == "spawn" and not planned.in_order
+    assert planned_loader(DataLoader(samples(), collate_fn=padded), mock.MagicMock()).num_workers == 0
 
 
 LONG = [60, 22, 22, 22] * 4  # the long one weighs what three others do, which need two microbatches of 64 tokens

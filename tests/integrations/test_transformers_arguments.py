@@ -35,6 +35,8 @@ def arguments(folder: Path, **changes: Any) -> Any:
 
 
 UNPLANNED: dict[str, tuple[Any, str]] = {
+    "split_batches": (True, "the plan divides the samples"),
+    "dispatch_batches": (True, "each rank loads its own"),
     "gradient_accumulation_steps": (2, "set it to 1"),
     "average_tokens_across_devices": (False, "leave it True"),
     "include_num_input_tokens_seen": ("all", "leave it out"),
@@ -52,11 +54,13 @@ def test_a_plan_of_steps_is_refused_where_ranks_could_not_differ(name: str) -> N
 
     fields = {"gradient_accumulation_steps": 1, "average_tokens_across_devices": True}
     fields |= {"include_num_input_tokens_seen": "no", "train_sampling_strategy": "random"}
-    trainer = SimpleNamespace(args=SimpleNamespace(**fields), model_accepts_loss_kwargs=True, compute_loss_func=None)
+    loaders = SimpleNamespace(split_batches=False, dispatch_batches=None)
+    args = SimpleNamespace(**fields, accelerator_config=loaders)
+    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
     trainer.loss_is_scaled_for_ga, trainer.compute_loss = None, Trainer.compute_loss
     refuse_unplanned(trainer, 64)
     value, instead = UNPLANNED[name]
-    setattr(trainer if hasattr(trainer, name) else trainer.args, name, value)
+    setattr(next(one for one in (trainer, args, loaders) if hasattr(one, name)), name, value)
     with pytest.raises(ConfigError, match="^odc cannot apply max_tokens=64") as caught:
         refuse_unplanned(trainer, 64)
     assert instead in str(caught.value) and "\n" not in str(caught.value)
