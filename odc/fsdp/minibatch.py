@@ -60,6 +60,8 @@ class Minibatch:
         self.explicit = self.manual = False
         self.current = OpenEpoch()
         self.last = LastPushes(len(groups))
+        # Of a model that is only evaluated no epoch ends: a window of the trace would stay open around all others.
+        self._trains = any(spec.trained for unit in member.layout.units for spec in unit.params)
         self._kept = False  # units may hold unsharded parameters although the minibatch has ended
 
     @property
@@ -94,7 +96,7 @@ class Minibatch:
         refusals.refuse_early_begin(self._who(), self.state)
         if self.state is RootState.CLOSED:
             self._open()
-        if self.current.window is None:
+        if self.current.window is None and self._trains:
             self.current.window = recorder().window(recorder().before + self.epoch)
             self.current.window.__enter__()
 

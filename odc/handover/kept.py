@@ -72,6 +72,10 @@ class KeptMember(ReadOnlyMember):
         """Whether there is anything of their units that changes could bring to another version."""
         return any(self._copies[one.unit].held for one in parameters if one.unit in self._copies)
 
+    def drop(self) -> None:
+        """Keep nothing, so that the next version is read whole."""
+        self._copies.clear()
+
     def read_words(self) -> None:
         """Those of all versions that are kept of all units."""
         words = torch.empty(VERSIONS_KEPT * len(self._starts) * VERSION_WORDS, dtype=torch.int64)

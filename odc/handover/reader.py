@@ -163,7 +163,10 @@ class Reader:
         `slices` names one that is not read, or leaves its shape.
         """
         wanted = self._destinations(into, slices or {})
-        for _ in range(self._tries):
+        for left in range(self._tries, 0, -1):
+            if left == 1 < self._tries and self._handle.buffers > 1:
+                for member in self._kept:
+                    member.drop()  # whole shards of a version can be read for longer than its changes
             version = self._await_version(at_least, [one.parameter for one in wanted])
             if self._copy(version, wanted):
                 return Weights(version, {name: tensor for one in wanted for name, tensor in one.tensors.items()})

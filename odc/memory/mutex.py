@@ -19,7 +19,7 @@ from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 
 MUTEX_BYTES = 64  # pthread_mutex_t takes 40 bytes on x86-64, 48 on aarch64
 _ERRORCHECK, _ROBUST, _SHARED = 2, 1, 1  # PTHREAD_MUTEX_ERRORCHECK, PTHREAD_MUTEX_ROBUST, PTHREAD_PROCESS_SHARED
-_SLICE_S = 0.1  # a wait is cut into slices, so that Ctrl-C is seen
+_SLICE_S = 0.1  # a wait is cut into slices, between which Ctrl-C is seen, and what the caller wants checked
 
 
 class _Timespec(ctypes.Structure):
@@ -58,6 +58,10 @@ def _waiter(libc: Any) -> Callable[[int, float], int]:
     return lambda address, seconds: int(clocked(address, time.CLOCK_MONOTONIC, _at(time.monotonic() + seconds)))
 
 
+def _nothing() -> None:
+    return
+
+
 class RobustMutex:
     """The mutex at `address`, initialised once by its owner. Not recursive; released by the thread that acquired it.
 
@@ -84,19 +88,20 @@ class RobustMutex:
         _must(libc.pthread_mutex_init(ctypes.c_void_p(address), attributes), "pthread_mutex_init")
         libc.pthread_mutexattr_destroy(attributes)
 
-    def acquire(self, timeout_s: float) -> None:
-        """Take the lock; waits up to `timeout_s` seconds without the GIL.
+    def acquire(self, timeout_s: float, check: Callable[[], None] = _nothing) -> None:
+        """Take the lock; waits up to `timeout_s` seconds without the GIL. `check` is called meanwhile, and may raise to
+        end that.
 
         Raises PeerLostError if a process died while it held the lock, now or earlier; WaitTimeoutError if it was not
         free in time; RuntimeError if this thread holds it already.
         """
         code = _pthread().try_lock(self._address)
         if code == errno.ETIMEDOUT:
-            code = self._wait(timeout_s)
+            code = self._wait(timeout_s, check)
         if code:
             self._refuse(code, timeout_s)
 
-    def _wait(self, timeout_s: float) -> int:
+    def _wait(self, timeout_s: float, check: Callable[[], None]) -> int:
         if math.isnan(timeout_s):
             raise ValueError("a timeout must be a number of seconds, not nan")
         pthread = _pthread()
@@ -107,6 +112,7 @@ class RobustMutex:
             code = pthread.lock_for(self._address, step)
             if code != errno.ETIMEDOUT or left <= step:
                 return int(code)
+            check()
 
     def _refuse(self, code: int, timeout_s: float) -> None:
         if code == errno.EOWNERDEAD:
@@ -129,21 +135,21 @@ class RobustMutex:
         if code:
             raise RuntimeError(f"this thread does not hold {self._what} ({os.strerror(code)})")
 
-    def held(self, timeout_s: float) -> _Held:
+    def held(self, timeout_s: float, check: Callable[[], None] = _nothing) -> _Held:
         """As a context manager: acquires as `acquire` does, and releases at the end of the block."""
-        return _Held(self, timeout_s)
+        return _Held(self, timeout_s, check)
 
 
 class _Held:
     """A class, because `contextlib.contextmanager` would cost as much again as the lock."""
 
-    __slots__ = ("_mutex", "_timeout_s")
+    __slots__ = ("_check", "_mutex", "_timeout_s")
 
-    def __init__(self, mutex: RobustMutex, timeout_s: float) -> None:
-        self._mutex, self._timeout_s = mutex, timeout_s
+    def __init__(self, mutex: RobustMutex, timeout_s: float, check: Callable[[], None]) -> None:
+        self._mutex, self._timeout_s, self._check = mutex, timeout_s, check
 
     def __enter__(self) -> None:
-        self._mutex.acquire(self._timeout_s)
+        self._mutex.acquire(self._timeout_s, self._check)
 
     def __exit__(self, *_: object) -> None:
         self._mutex.release()

@@ -6,7 +6,7 @@ no thread waits for the lock for more than milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -33,10 +33,13 @@ def block_elements(itemsize: int) -> int:
 
 
 class Adder:
-    """Adds into the accumulators of one root's members, upcasting; one thread at a time."""
+    """Adds into the accumulators of one root's members, upcasting; one thread at a time.
 
-    def __init__(self, layout: HeapLayout) -> None:
-        self._layout = layout
+    `check` is called while a lock is held by another thread, and may raise to end that wait.
+    """
+
+    def __init__(self, layout: HeapLayout, check: Callable[[], None] = lambda: None) -> None:
+        self._layout, self._check = layout, check
         self._lanes = layout.heap.lanes
         self._direct = layout.settings.accumulate == "direct"
 
@@ -55,7 +58,7 @@ class Adder:
             turns = [([piece.first for piece in pieces], [piece.values for piece in pieces])]
         for first, turn in turns:
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
-            with mutex.held(self._layout.settings.timeout_s):
+            with mutex.held(self._layout.settings.timeout_s, self._check):
                 add(places, turn)
                 self._lanes.settle()
 

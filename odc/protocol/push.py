@@ -76,7 +76,7 @@ class HostRoute(PushRoute):
         self._protocol, self._layout, self._notify = protocol, protocol.layout, notify
         self._owners = protocol.grid.shard_group_from_next()
         self._boxes: dict[int, Outbox] = {}
-        self._adder = Adder(self._layout)
+        self._adder = Adder(self._layout, lambda: protocol.waiter.check("waiting to add to an accumulator"))
 
     def push(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> int:
         return sum(self.push_to(owner, unit, gradients) for owner in self._owners)

@@ -142,8 +142,21 @@ class Member(Endpoint):
     ) -> None:
         self.identity, self._pid, self._check = identity, os.getpid(), check
         events = RootEvents(self._check_attaching, self._watch, self._abort)
-        self.rendezvous = rendezvous = Rendezvous(store, identity, grid, settings.timeout_s, events)
-        layout = HeapLayout(open_heap(rendezvous), grid, units, settings, fingerprint)
+        self.rendezvous = Rendezvous(store, identity, grid, settings.timeout_s, events)
+        layout = HeapLayout(open_heap(self.rendezvous), grid, units, settings, fingerprint)
+        self._exposed: ExposedHeap | None = None
+        self._hosts: HostConnections | None = None
+        try:
+            self._serve(store, layout, settings)
+        except BaseException:
+            if self._exposed is not None:
+                self._exposed.close()
+            layout.close()  # its memory would stay for as long as the process
+            raise
+
+    def _serve(self, store: Any, layout: HeapLayout, settings: Settings) -> None:
+        """Have the daemon serve the heap, here and to other hosts."""
+        identity, grid, rendezvous = self.identity, layout.grid, self.rendezvous
         self._daemon = server = daemon(grid.rank)
         listens = bool(grid.remote) or (settings.address != "" and layout.exports)
         self.network = network = server.network(store, settings) if listens else None
@@ -156,8 +169,6 @@ class Member(Endpoint):
             engine, links = network.engine, Links(layout, server.liveness.report, network.lost_after_s)
         super().__init__(layout, notify, engine, links)
         self._service = service = Service(identity, layout, self.drains(), links)
-        self._exposed: ExposedHeap | None = None
-        self._hosts: HostConnections | None = None
         if network is not None:
             at_home = settings.queue_bytes > 0 and grid.me == HOME
             answers = queue_answers(identity, self.protocol) if at_home else {}

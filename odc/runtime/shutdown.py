@@ -6,6 +6,7 @@ which may run on any thread, must not wait and the daemon's loop must not wait f
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -105,13 +106,14 @@ class HeapRelease:
         self._ending.run()
 
     def _close(self) -> None:
-        if self._hosts is not None:
-            self._hosts.close()
-        if self._exposed is not None:
-            self._exposed.close()
-        self._rendezvous.close()
-        self._layout.close()
-        self.over.set()
+        with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
+            last_first.callback(self.over.set)
+            last_first.callback(self._layout.close)
+            last_first.callback(self._rendezvous.close)
+            if self._exposed is not None:
+                last_first.callback(self._exposed.close)
+            if self._hosts is not None:
+                last_first.callback(self._hosts.close)
 
     def wait(self) -> None:
         """Return once the heap is closed; WaitTimeoutError if a peer was given up."""

@@ -239,6 +239,19 @@ def test_an_error_reaches_every_rank_with_its_culprit(two: list[Rank], error: An
 # the trace -----------------------------------------------------------------------------------------------------------
 
 
+def test_a_frozen_model_that_stays_in_an_evaluation_hides_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the reference model of reinforcement learning, which is run between the minibatches of the trained one."""
+    own = Recorder()
+    monkeypatch.setattr(sys.modules[Minibatch.__module__], "recorder", lambda: own)
+    every = {name for unit in LAYOUT for name, _, _ in unit}
+    with HeapGroup(LAYOUT, 1, frozen=every) as reference, HeapGroup(LAYOUT, 1) as trained:
+        Rank(reference, 0).machine.begin()
+        rank = Rank(trained, 0)
+        rank.machine.begin()
+        finish([rank])
+    assert [span.epoch for span in own.spans() if span.category == WINDOW] == [1]
+
+
 def test_after_publish_the_window_begins_at_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank may publish for readers outside the job, and wait for them; that is no part of its minibatch."""
     own = Recorder()  # other tests leave windows open

@@ -275,6 +275,24 @@ def test_with_a_second_buffer_a_first_read_may_go_on_while_the_next_version_is_p
         assert reader.overtaken == 0
 
 
+def test_with_a_second_buffer_the_last_try_reads_whole_shards() -> None:
+    """They can be read while the next version is published, where changes cannot."""
+    weights, published = Weights(), list[int]()
+    with packing(second_buffer=True) as job, far_reader(job, tries=2) as (reader, engine):
+        weights.publish(job, 1)
+        reader.read()
+        weights.publish(job, 2)
+
+        def meanwhile() -> None:
+            if len(published) == reader.overtaken:  # once a try
+                published.append(1)
+                weights.publish(job, 2 + len(published))
+
+        engine.meanwhile = meanwhile
+        expect(reader, weights, 3)
+        assert (len(published), reader.overtaken) == (2, 1)
+
+
 def test_words_that_are_being_written_are_not_followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """They might name bytes that no reader may read."""
     weights, halves = Weights(), iter(range(1000))

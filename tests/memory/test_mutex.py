@@ -68,6 +68,24 @@ def test_the_deadline_is_kept_and_named(lock: RobustMutex) -> None:
     thread.join()
 
 
+def test_what_is_checked_while_a_lock_is_held_ends_the_wait(lock: RobustMutex) -> None:
+    asked = list[int]()
+
+    def check() -> None:
+        asked.append(1)
+        if len(asked) == 2:
+            raise KeyError("the job has ended")
+
+    def wait() -> None:
+        with pytest.raises(KeyError, match="the job has ended"), lock.held(600.0, check):
+            raise AssertionError("it was not free")
+
+    lock.acquire(1.0, check)
+    in_thread(wait)
+    lock.release()
+    assert asked == [1, 1], "never of a lock that is free"
+
+
 def test_the_wall_clock_will_do_where_libc_has_nothing_better(lock: RobustMutex, monkeypatch) -> None:
     class OldLibc:
         pthread_mutex_timedlock = ctypes.CDLL(None).pthread_mutex_timedlock

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.members import BF16, F16, F32, F64, HeapGroup
 
-from odc.errors import WaitTimeoutError
-from odc.protocol import Adder, Piece, UnitSpec, accumulator_dtype
+from odc.errors import PeerLostError, WaitTimeoutError
+from odc.protocol import Adder, Gradient, Piece, UnitSpec, accumulator_dtype
 from odc.protocol import accumulate as accumulator_module
 from odc.settings import Settings
 
@@ -49,6 +49,19 @@ def lock_held_elsewhere(group: HeapGroup, owner: int, unit: int) -> Iterator[Non
     finally:
         over.set()
         thread.join()
+
+
+def test_a_push_that_waits_for_a_lock_ends_with_the_job() -> None:
+    """Its holder may be stopped, for longer than any deadline."""
+    with made(accumulate="direct", timeout_s=600.0) as group:
+        group.publish(0, 0.0)
+        group.publish(1, 0.0)
+        gradient = Gradient(0, torch.ones(2 * NUMEL), NUMEL)
+        with lock_held_elsewhere(group, 1, 0):
+            group.members[1].protocol.abort("rank 1 was stopped", 1)
+            group.members[0].protocol.abort("rank 1 was stopped", 1)
+            with pytest.raises(PeerLostError, match="waiting to add to an accumulator.*rank 1 was stopped"):
+                group.members[0].pusher.push(group.units[0], [gradient])
 
 
 @pytest.mark.parametrize("wire", [F32, BF16, F16, F64])

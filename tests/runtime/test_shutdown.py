@@ -232,6 +232,18 @@ def test_an_unforeseen_error_closes_the_heap_and_not_the_thread(
     assert not is_open(other), "the thread looks after the next one"
 
 
+def test_a_release_whose_step_fails_takes_the_others_and_ends_the_wait(
+    side: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = side(0, identity="9.abc").announce()
+    monkeypatch.setattr(one.meet, "close", lambda: 1 / 0)
+    wait = left(one)
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    waiter.join(20.0)
+    assert not waiter.is_alive() and not is_open(one)
+
+
 def test_a_peer_whose_job_was_aborted_is_not_waited_for(side: Make) -> None:
     """It settles never. This rank has not attached to it, so nothing but the store says that it has gone."""
     aborted, waiting = side(0).announce(), side(1).announce()
