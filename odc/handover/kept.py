@@ -116,9 +116,7 @@ class KeptMember(ReadOnlyMember):
             changes.patch(shard, packed)
             return
         begin, of_unit = self._starts[number], self._handle.by_unit[number]
-        tiles.patch(
-            shard, packed, [(one.offset - begin, one.shard_numel, one.torch_dtype.itemsize) for one in of_unit]
-        )
+        tiles.patch(shard, packed, [(one.offset - begin, one.shard_numel, one.torch_dtype.itemsize) for one in of_unit])
 
     def _check(self, number: int, version: int, held: set[int]) -> None:
         """Compare with the checksum that is sent where the protocol is checked."""

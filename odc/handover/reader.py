@@ -49,9 +49,9 @@ class Reader:
 
     `handle` is the text that `odc.handover.weight_handle(model)` returned on a rank of the job; `timeout_s` is how long
     to wait for a rank that makes no progress; `tries` is how many copies the job may overtake before `read` gives up.
-    Where the job packs what changes (docs/changes.md), a reader keeps a copy of the shards on other hosts in CPU memory,
-    in compute dtype, and from then on reads only what has changed; `changes=False` keeps nothing and reads all. Without
-    numba (extra `fast`) it keeps nothing of weights that lie on GPUs.
+    Where the job packs what changes (docs/changes.md), a reader keeps a copy of the shards on other hosts, in CPU
+    memory and compute dtype, and from then on reads only what has changed; `changes=False` keeps nothing and reads all.
+    Without numba (extra `fast`) it keeps nothing of weights that lie on GPUs.
     `device` is the GPU that maps weights on GPUs of this host, by default the current one. With "cpu", and in a process
     without CUDA, they are read over the network, from ranks that listen there.
 

@@ -63,9 +63,9 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     `PreTrainedModel` or a `PeftModel`, with the same weights on every rank. Each block becomes a unit; embedding and
     head stay in the root, because some libraries read their weights outside of their forward. `blocks` are class names
     of the blocks, if the model does not name them (`_no_split_modules`); `options` go to `fully_shard` for every unit,
-    and a `mp_policy` among them replaces the Accelerator's, a `mesh` the world on its device. Each unit's shards move
-    there as it is sharded, so a model that fits no device may be made on the CPU. Raises ConfigError if the Accelerator asks for something
-    odc cannot do, or (at the first forward) was made after this call.
+    and a `mp_policy` among them replaces the Accelerator's, a `mesh` the world on its device. Each unit moves there as
+    it is sharded, so a model that fits no device may be made on the CPU. Raises ConfigError if the Accelerator asks for
+    something odc cannot do, or (at the first forward) was made after this call.
     """
     wanted = AcceleratorOptions.current()
     options["mesh"] = options.get("mesh") or wanted.mesh()

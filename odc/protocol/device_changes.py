@@ -89,7 +89,7 @@ class DeviceChanges:
             for room, patches, nbytes in zip(self._rooms, self._layout.patches, records, strict=False)
         ]
         written = [range(room.start, min(end, room.stop)) for room, end in zip(self._rooms, ends, strict=True)]
-        forget(self._layout.mine.history()[1:], written)
+        forget(self._layout.mine.history(), written)
         for unit, place, end, nbytes in zip(units, written, ends, records, strict=False):
             newest, countable = self._places[unit.index], unit.published_bytes <= _MOST_BYTES
             if nbytes or not countable:
@@ -98,7 +98,6 @@ class DeviceChanges:
                 note_version(self._protocol, unit, packed, place.start, epoch)
                 self._places[unit.index] = place if fits else range(0)
             elif newest.start < place.stop and newest.stop > place.start:
-                self._protocol.drop_changes(unit, WHOLE)
                 self._places[unit.index] = range(0)
 
     def _pays(self, unit: UnitSpec, packed: int) -> bool:

@@ -121,10 +121,6 @@ class MemberProtocol:
         versions.store(VersionWord.CHECKSUM, checksum)
         versions.store(VersionWord.PLACE, place)
 
-    def drop_changes(self, unit: UnitSpec, whole: int) -> None:
-        """PACKED: the epoch that is being published leaves the shard of `unit` as it is, but not its changes."""
-        self.layout.mine.versions(unit).store(VersionWord.PACKED, whole)
-
     # fetch and push ----------------------------------------------------------------------------------------------
 
     def await_published(self, members: Sequence[int], lane: str = "main") -> None:

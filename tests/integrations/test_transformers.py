@@ -12,7 +12,6 @@ import pytest
 import torch
 from support.ranks import RanksFailed
 from support.trainers import Logged, arguments, as_torchrun, differences, logged, model, padded, samples, stepped
-
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 

@@ -23,7 +23,9 @@ def units(draw: st.DrawFn) -> tuple[list[torch.dtype], list[int], int, float, fl
 
 
 @given(units())
-def test_a_patched_shard_is_the_new_one_bit_for_bit(unit: tuple[list[torch.dtype], list[int], int, float, float]) -> None:
+def test_a_patched_shard_is_the_new_one_bit_for_bit(
+    unit: tuple[list[torch.dtype], list[int], int, float, float],
+) -> None:
     dtypes, numels, seed, share, near = unit
     draw, offsets, nbytes = torch.Generator().manual_seed(seed), list[int](), 0
     for dtype, numel in zip(dtypes, numels, strict=True):

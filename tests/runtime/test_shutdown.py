@@ -232,10 +232,12 @@ def test_an_unforeseen_error_closes_the_heap_and_not_the_thread(
     assert not is_open(other), "the thread looks after the next one"
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_release_whose_step_fails_takes_the_others_and_ends_the_wait(
     side: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = side(0, identity="9.abc").announce()
+    monkeypatch.setattr(one.meet, "unsettled", lambda members: [])
     monkeypatch.setattr(one.meet, "close", lambda: 1 / 0)
     wait = left(one)
     waiter = threading.Thread(target=wait)
