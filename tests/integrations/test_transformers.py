@@ -237,8 +237,9 @@ def generated_to_be_scored(rank: int, world: int, folder: Path) -> int:
     as_torchrun(rank, world)
     args = arguments(folder, Seq2SeqTrainingArguments, predict_with_generate=True)
     args.generation_config = GenerationConfig(max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=59)
-    trainer = Ours(model=model(), args=args, train_dataset=samples(), data_collator=padded)
-    trainer._gen_kwargs, runs = {}, list[int]()
+    net, runs = model(), list[int]()
+    net.config.pad_token_id = 0
+    trainer = Ours(model=net, args=args, train_dataset=samples(), data_collator=padded)
     trainer.model.model.layers[0].register_forward_pre_hook(lambda *unused: runs.append(1))
     for _ in range(1 + rank):
         trainer.prediction_step(trainer.model, padded(samples()[:2]), prediction_loss_only=False)
@@ -281,7 +282,8 @@ def read(rank: int, world: int, folder: Path, only_model: bool) -> list[str]:
     weights, state = trainer._kind.from_pretrained, torch.load
 
     def load(path: Any, **options: Any) -> Any:
-        found.append(Path(path).name)
+        if isinstance(path, Path):  # torch loads what it has broadcast, too
+            found.append(path.name)
         return state(path, **options)
 
     def from_pretrained(path: Any) -> Any:
