@@ -47,7 +47,7 @@ class DeviceChanges:
         self._always = self._layout.settings.changes == "on"
         # By unit: how many versions, one after the other, were to be read whole, as that was faster.
         self._passed: dict[int, int] = {}
-        # By unit: where its newest changes lie, if they can be read, and where the next ones are written.
+        # By unit: where its newest changes were written, and where the next ones are.
         self._places, self._rooms = [range(0)] * len(self._layout.units), [range(0)] * len(self._layout.units)
         device, count = self._layout.heap.device, max(1, len(self._layout.units))
         # Of each unit a quarter of its records' bytes: where kernels add them up, and where the host reads them.
@@ -91,14 +91,11 @@ class DeviceChanges:
         written = [range(room.start, min(end, room.stop)) for room, end in zip(self._rooms, ends, strict=True)]
         forget(self._layout.mine.history(), written)
         for unit, place, end, nbytes in zip(units, written, ends, records, strict=False):
-            newest, countable = self._places[unit.index], unit.published_bytes <= _MOST_BYTES
+            countable = unit.published_bytes <= _MOST_BYTES
             if nbytes or not countable:
-                fits = countable and end == place.stop
-                packed = len(place) if fits and self._pays(unit, len(place)) else WHOLE
-                note_version(self._protocol, unit, packed, place.start, epoch)
-                self._places[unit.index] = place if fits else range(0)
-            elif newest.start < place.stop and newest.stop > place.start:
-                self._places[unit.index] = range(0)
+                readable = countable and end == place.stop and self._pays(unit, len(place))
+                note_version(self._protocol, unit, len(place) if readable else WHOLE, place.start, epoch)
+                self._places[unit.index] = place
 
     def _pays(self, unit: UnitSpec, packed: int) -> bool:
         """Whether other hosts are to read the changes: under "auto", if they are read and applied sooner than the shard
