@@ -61,16 +61,16 @@ class VirtualEngine:
 class VirtualLink:
     """An `odc.net.host_link.HostLink` to `member`; `wire` is given what is sent. Made in place of the real one."""
 
-    def __init__(self, member: int, wire: Callable[[tuple[Message, ...]], None], lost_after_s: float) -> None:
+    def __init__(self, member: int, wire: Callable[[bytes], None], lost_after_s: float) -> None:
         self.member, self._wire = member, wire
-        self.arrived = deque[Message]()
+        self.arrived = deque[bytes]()
 
-    def send(self, *messages: Message) -> None:
-        self._wire(messages)
+    def send(self, encoded: bytes) -> None:
+        self._wire(encoded)
 
     def messages(self, reader: MessageReader) -> Iterator[Message]:
         while self.arrived:
-            yield self.arrived.popleft()
+            yield from reader.feed(self.arrived.popleft())
 
     def room(self, nbytes: int) -> bool:
         return True
@@ -93,8 +93,8 @@ class Wires:
     def connect(self, me: int, partner: int, links: Links, summed: Any) -> None:
         """Link `me` to `partner`; what `me` hears of sums goes to `summed`."""
 
-        def wire(messages: tuple[Message, ...]) -> None:
-            self._sent[me].put((self._time.now() + self._wire, partner, messages))
+        def wire(encoded: bytes) -> None:
+            self._sent[me].put((self._time.now() + self._wire, partner, encoded))
 
         made: Any = links.add(partner, wire)  # type: ignore[arg-type]  # a VirtualLink, which takes it for its connection
         self._readers[me, partner] = made, links.reader(made, summed)
@@ -102,9 +102,9 @@ class Wires:
     def run(self, me: int) -> None:
         """Bring what `me` sends to the others, in order. On a thread of the simulation, for ever."""
         while True:
-            at, partner, messages = self._sent[me].get()
+            at, partner, encoded = self._sent[me].get()
             if at > self._time.now():
                 self._time.sleep(at - self._time.now())
             link, read = self._readers[partner, me]
-            link.arrived.extend(messages)
+            link.arrived.append(encoded)
             self._bells[partner].put(read)

@@ -20,7 +20,8 @@ from odc.protocol.changes import checksum
 from odc.protocol.words import VERSION_WORDS, VERSIONS_KEPT, Version, VersionWord, Word
 from odc.runtime import ReadOnlyMember, RemoteMember
 
-_CHECK_BYTES = 16 << 20  # read between two checks of whether the rest is still worth reading
+# Read between two checks of whether the rest is still worth reading, for each member that a check asks.
+_CHECK_BYTES = 16 << 20
 
 
 @dataclass
@@ -179,11 +180,11 @@ def bring(
             return False
         for member in members:
             member.apply(version)
-    unchecked, read = 0, False
+    unchecked, read, most = 0, False, _CHECK_BYTES * len(members)
     for member in members:
         for nbytes in member.read_whole(version, parameters):
             unchecked, read = unchecked + nbytes, True
-            if unchecked >= _CHECK_BYTES:
+            if unchecked >= most:
                 unchecked = 0
                 if overtaken(version + buffers):
                     return False

@@ -24,7 +24,8 @@ from odc.protocol import Word
 from odc.runtime import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
 
 _POLL_S, _LONGEST_POLL_S = 1e-3, 20e-3  # the latter where a look is a request to another host
-_LOOK_BYTES = 16 << 20  # copied between two looks at whether the copy is still worth finishing
+# Copied between two looks at whether the copy is still worth finishing, for each request to another host in a look.
+_LOOK_BYTES = 16 << 20
 _CPU = torch.device("cpu")
 
 
@@ -79,6 +80,7 @@ class Reader:
         self._sources: list[ReadOnlyMember] = []
         self._kept: list[KeptMember] = []  # those of `_sources` of which a copy is kept
         self._keeps = changes and keeps(self._handle)
+        self._look_bytes = _LOOK_BYTES
         self._engine: WeightEngine | None = None
         self.device = _CPU
         try:
@@ -100,6 +102,7 @@ class Reader:
         if distant:
             listeners = {owner.rank: owner.listener for owner in distant if owner.listener is not None}
             self._engine = WeightEngine(handle.root, bytes.fromhex(handle.secret), listeners, self._timeout_s)
+            self._look_bytes = _LOOK_BYTES * len(distant)
         for owner in handle.owners:
             if self._engine is None or owner not in distant:
                 self._sources.append(self._map(owner))
@@ -245,7 +248,7 @@ class Reader:
         for one in wanted:
             self._assemble(one, version)
             unlooked += sum(part.nbytes for part in one.parts)
-            if direct and unlooked >= _LOOK_BYTES:
+            if direct and unlooked >= self._look_bytes:
                 unlooked = 0
                 if self._overtaken(version + buffers):
                     return False

@@ -57,10 +57,11 @@ class NodeCache:
         epoch = self._protocol.epoch
         if self._filled.get(unit.index) == epoch:
             return  # with hundreds of owners to ask a second check takes milliseconds
-        peers = [self._layout.share(owner) for owner in self._owners]
         self._look_ahead(unit.index, epoch)
-        self.reads.bring(((peer, unit) for peer in peers if self._claim(peer, unit, epoch)), epoch)
-        for peer in peers:
+        # What is CACHED has been claimed.
+        missing = [peer for peer in map(self._layout.share, self._owners) if peer.cached(unit).load(0) < epoch]
+        self.reads.bring(((peer, unit) for peer in missing if self._claim(peer, unit, epoch)), epoch)
+        for peer in missing:
             cached = peer.cached(unit)
             if cached.load(0) < epoch:
                 self._await(peer, unit, epoch, cached, lane)

@@ -32,6 +32,7 @@ from odc.net.messages import (
     ShardVersions,
     StoredWord,
     TakenWords,
+    encode,
 )
 from odc.protocol.layout import HeapLayout
 from odc.protocol.peers.board import REASON_BYTES
@@ -108,7 +109,7 @@ class Links:
                 link.close()
                 return None
             self._links[partner] = link
-            self._send(link, *self._first_messages())
+            self._send(link, encode(*self._first_messages()))
         return link
 
     def _first_messages(self) -> list[Message]:
@@ -163,11 +164,11 @@ class Links:
     def _refresh(self) -> None:
         self._refreshed = time.monotonic()
         board = self._layout.mine.board
-        messages = [StoredWord(word, board.load(word)) for word in _NOW_AND_THEN]
+        encoded = encode(*(StoredWord(word, board.load(word)) for word in _NOW_AND_THEN))
         with self._changing:
             for link in self._links.values():
                 if link.room(0):  # or the other end has been stopped for long, and reads the next ones
-                    self._send(link, *messages)
+                    self._send(link, encoded)
 
     def send_counts(self, counts: torch.Tensor) -> None:
         """Waits where another host has been stopped, and for as long."""
@@ -191,22 +192,23 @@ class Links:
         with self._changing:
             link = self._links.get(self._grid.partner(host))
             if link is not None:
-                self._send(link, _ARENA[region](first, tuple(values)))
+                self._send(link, encode(_ARENA[region](first, tuple(values))))
 
     def send_summed(self, epoch: int, counts: Mapping[int, int]) -> None:
         """SUMMED: by unit, how often the host's ranks have pushed what its sums hold that the partners may read."""
         self._send_all(ReadableSums(epoch, tuple(itertools.chain.from_iterable(counts.items()))))
 
     def _send_all(self, *messages: Message) -> None:
+        encoded = encode(*messages)  # once, for what may be hundreds of links
         with self._changing:
             for link in list(self._links.values()):
-                self._send(link, *messages)
+                self._send(link, encoded)
 
-    def _send(self, link: HostLink, *messages: Message) -> None:
+    def _send(self, link: HostLink, encoded: bytes) -> None:
         if self._closed:  # this rank's mirrors elsewhere are final
             return
         try:
-            link.send(*messages)
+            link.send(encoded)
         except _DEAD:
             return  # the daemon, as it reads, finds out whether the other end had shut down before
         except OSError as error:

@@ -25,7 +25,7 @@ from odc.memory import close_after_fork
 from odc.net.announced import announce_failure
 from odc.net.host_link import HostLink, side_to_blame
 from odc.net.liveness import Liveness, Loss
-from odc.net.messages import MalformedMessageError, Message, MessageReader, RankEnded, Watching
+from odc.net.messages import MalformedMessageError, Message, MessageReader, RankEnded, Watching, encode
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor, Registration
 from odc.protocol.peers.board import REASON_BYTES
@@ -197,7 +197,7 @@ class HostWatch:
 
 def _send(link: HostLink, message: Message) -> None:
     with contextlib.suppress(OSError):  # the loop notices its end as it reads
-        link.send(message)
+        link.send(encode(message))
 
 
 def _message(loss: Loss) -> RankEnded:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from odc.deadlines import LINK_SEND_S
 from odc.memory import close_after_fork
-from odc.net.messages import Message, MessageReader, encode
+from odc.net.messages import Message, MessageReader
 from odc.net.tcp import keep_alive, limit_calls, silent_for_long
 from odc.settings import LOST_AFTER_S
 
@@ -43,9 +43,9 @@ class HostLink:
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def send(self, *messages: Message) -> None:
-        """Send messages together; raises OSError where the link is broken."""
-        self._connection.sendall(b"".join(encode(message) for message in messages))
+    def send(self, encoded: bytes) -> None:
+        """Send encoded messages; raises OSError where the link is broken."""
+        self._connection.sendall(encoded)
 
     def receive(self) -> bytes | None:
         """What has arrived; None if nothing has, empty at the end. Raises OSError where the link is broken."""

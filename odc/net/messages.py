@@ -144,9 +144,9 @@ class _Code:
 _CODES: dict[type[Message], _Code] = {of: _Code(kind, of) for kind, of in enumerate(get_args(Message), start=1)}
 
 
-def encode(message: Message) -> bytes:
-    """The message as it is sent."""
-    return _CODES[type(message)].encode(message)
+def encode(*messages: Message) -> bytes:
+    """The messages as they are sent, one after the other."""
+    return b"".join(_CODES[type(message)].encode(message) for message in messages)
 
 
 class MessageReader:

@@ -27,6 +27,7 @@ from odc.protocol.words import VersionWord
 WHOLE = changes.TOO_LARGE
 SAMPLE_EVERY = 8  # epochs
 _SAMPLED = 128 << 10  # bytes
+_TIMED_BYTES = 64 << 10  # fewer say more of the call than of a byte
 SLACK = 1.25  # of the last changes: so much room the next ones are expected to take
 _LEAST = 4096  # bytes of each parameter that are compared before a shard is worth a second look
 
@@ -51,7 +52,8 @@ class PublishedChanges:
         self._ratios: dict[int, float] = {}
         self._places: dict[int, range] = {}
         self._found: list[tuple[UnitSpec, int]] = []  # in this epoch changed units, and their packed bytes
-        self._pace = 0.0  # processor seconds of packing a byte of a shard, a running mean
+        # Processor seconds of packing a byte, running means: of calls with less than `_TIMED_BYTES`, and with more.
+        self._paces = [0.0, 0.0]
 
     def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int) -> None:
         """Publish the shards, by unit and parameter."""
@@ -93,10 +95,11 @@ class PublishedChanges:
         if not changes.available() or not self._seconds(whole):
             return False
         if unit.index not in self._ratios or epoch % SAMPLE_EVERY == unit.index % SAMPLE_EVERY:
-            begin = epoch * _SAMPLED % whole
+            begin = min(epoch * _SAMPLED % whole, max(0, whole - _SAMPLED))
             self._timed(unit, old[begin : begin + _SAMPLED], new[begin : begin + _SAMPLED], self._sample)
         saved = self._seconds(whole) - self._seconds(int(whole * self._ratios[unit.index]))
-        return saved > 2 * self._pace * whole
+        few, many = self._paces
+        return saved > 2 * (many or few) * whole
 
     def _pack(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor) -> int:
         """Pack behind the last changes where the next ones are expected to fit, else at the start of the region."""
@@ -116,8 +119,8 @@ class PublishedChanges:
         changes.prepare()
         begin = time.thread_time()
         size = changes.pack(old, new, into)
-        pace = (time.thread_time() - begin) / new.numel()
-        self._pace = running_mean(self._pace, pace)
+        pace, many = (time.thread_time() - begin) / new.numel(), new.numel() >= _TIMED_BYTES
+        self._paces[many] = running_mean(self._paces[many], pace)
         self._ratios[unit.index] = 1.0 if size == WHOLE else size / new.numel()
         return size
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from odc.protocol.heap_reader import HeapReader
+from odc.protocol.heap_reader import HeapRead, HeapReader
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
 
@@ -74,9 +74,12 @@ class Replicas(Reduction):
     def gather(self, used: Sequence[bool]) -> None:
         layout, steps_to = self._layout, self._layout.grid.steps_to
         units = [unit for unit in layout.units if used[unit.index] and unit.numel]
-        for number, member in sorted(enumerate(layout.contributors), key=lambda one: steps_to(one[1])):
-            for unit in units:
-                self._read(member, unit, self._mine(unit), self._arrived(number, unit))
+        contributors = sorted(enumerate(layout.contributors), key=lambda one: steps_to(one[1]))
+        self._heaps.read_all(
+            self._read_of(member, unit, self._mine(unit), self._arrived(number, unit))
+            for number, member in contributors
+            for unit in units
+        )
         if layout.shares > 1:
             self._share_sums(units)
 
@@ -94,9 +97,11 @@ class Replicas(Reduction):
         for place in [*range(self._place + 1, len(self._group)), *range(self._place)]:
             # It has read its N-th of this rank's accumulators, so there is room for the sum.
             self._protocol.await_reduced(self._group[place])
-            for unit in units:
-                share = self._share(unit, place)
-                self._read(self._group[place], unit, share, layout.mine.accumulator(unit)[share])
+            self._heaps.read_all(
+                self._read_of(self._group[place], unit, share, layout.mine.accumulator(unit)[share])
+                for unit in units
+                for share in [self._share(unit, place)]
+            )
 
     def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor]:
         yield from self._accumulated(unit) if self._layout.shares == 1 else [self._layout.mine.accumulator(unit)]
@@ -110,9 +115,9 @@ class Replicas(Reduction):
         """What this rank adds up: all of it where each replica adds for itself."""
         return self._share(unit, self._place if self._layout.shares > 1 else 0)
 
-    def _read(self, member: int, unit: UnitSpec, share: slice, into: torch.Tensor) -> None:
+    def _read_of(self, member: int, unit: UnitSpec, share: slice, into: torch.Tensor) -> HeapRead:
         at, what = share.start * unit.accumulator_dtype.itemsize, f"the gradients of unit {unit.name!r}"
-        self._heaps.read(member, f"accumulator/{unit.index}", at, into.view(torch.uint8), what)
+        return HeapRead(member, f"accumulator/{unit.index}", at, into.view(torch.uint8), what)
 
     def _accumulated(self, unit: UnitSpec) -> list[torch.Tensor]:
         """What this rank adds up, by replica."""

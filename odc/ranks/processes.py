@@ -302,14 +302,17 @@ class RankProcesses:
         return all(one.left_out or (one.answered and one.error is None) for one in self.outcomes)
 
     def ended(self, timeout: float) -> bool:
-        """Waits until every rank's process has ended and all it sent was taken in; False after `timeout`."""
+        """Waits until every rank's process has ended and all it sent was taken in; False after `timeout`.
+
+        A process that a rank has forked may outlive it, and is not waited for.
+        """
         deadline = time.monotonic() + timeout
         while any(outcome.exit_code is None for outcome in self.outcomes):
             if time.monotonic() > deadline:
                 return False
             self.receive(min(0.05, timeout))
-        while not all(channel.closed for channel in self._channels):
-            self.receive(1.0)
+        for channel in self._channels:  # what was sent on it was taken in before the exit was noted
+            channel.close()
         return True
 
     def kill(self, rank: int) -> float:

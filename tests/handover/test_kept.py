@@ -180,6 +180,21 @@ def test_a_copy_that_is_not_what_was_published_is_noticed_where_the_protocol_is_
         expect(reader, weights, 2)
 
 
+def test_a_look_that_asks_two_members_comes_half_as_often(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At whether a first copy is overtaken: a look before it, one after it, and those between."""
+    looked, overtaken, weights = list[int](), Reader._overtaken, Weights()
+    monkeypatch.setattr(Reader, "_overtaken", lambda self, over: (looked.append(over), overtaken(self, over))[1])
+    weights.publish(job, 1)
+    for nbytes, looks in ((2 * WHOLE // 3, 2), (WHOLE // 6, 4)):
+        for constant in ("reader._LOOK_BYTES", "kept._CHECK_BYTES"):
+            monkeypatch.setattr(f"odc.handover.{constant}", nbytes)
+        for changes in (True, False):
+            looked.clear()
+            with far_reader(job, changes=changes) as (reader, _):
+                expect(reader, weights, 1)
+            assert len(looked) == looks
+
+
 # the sequence lock ---------------------------------------------------------------------------------------------------
 
 

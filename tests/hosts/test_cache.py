@@ -17,6 +17,8 @@ from odc.errors import PeerLostError
 from odc.hosts.sums import NodeSums
 from odc.memory import MUTEX_BYTES, RobustMutex
 from odc.protocol import Word, regions, wait
+from odc.protocol.peers import remote
+from odc.protocol.peers.remote import NodeShare
 from odc.settings import Accumulate, Settings
 
 
@@ -31,6 +33,34 @@ def test_a_shard_crosses_once_a_host_and_epoch(spread: Spread) -> None:
     assert not spread.engines[2].reads
     spread.publish(50.0)
     assert spread.fetch(1, 0) == [50.0, 51.0, 52.0, 53.0], "the cache is of the last epoch"
+
+
+def test_what_is_in_the_cache_is_not_claimed(spread: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hundreds of owners each question counts."""
+    spread.publish(5.0)
+    spread.fetch(1, 0)
+    claims, asked = NodeShare.claims, list[int]()
+    monkeypatch.setattr(NodeShare, "claims", lambda share, unit: (asked.append(share.member), claims(share, unit))[1])
+    assert spread.fetch(0, 0) == [5.0, 6.0, 7.0, 8.0]
+    assert not asked
+
+
+def test_the_words_of_a_cache_are_found_once(spread: Spread, monkeypatch: pytest.MonkeyPatch) -> None:
+    spread.publish(5.0)
+    for me in (0, 1):
+        spread.fetch(me, 0)
+        for owner in (2, 3):
+            spread.group.layouts[me].share(owner).claims(spread.group.units[0])
+    found, words_at = list[str](), remote.words_at
+    monkeypatch.setattr(remote, "words_at", lambda *where: (found.append(where[2]), words_at(*where))[1])
+    spread.publish(50.0)
+    for me in (0, 1):
+        assert spread.fetch(me, 0) == [50.0, 51.0, 52.0, 53.0]
+    share, unit = spread.group.layouts[0].share(2), spread.group.units[0]
+    assert not [name for name in found if name.startswith("node/")]
+    share.forget()
+    assert share.cached(unit).load(0) == share.claims(unit).load(0) == 2
+    assert found[-2:] == ["node/cached", "node/claims"]
 
 
 def test_the_second_rank_waits_for_the_one_that_reads(spread: Spread) -> None:

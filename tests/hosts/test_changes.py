@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.changing import LAYOUT, WHOLE_BYTES, Weights, crossed, two_hosts
-from support.members import HeapGroup
+from support.members import BF16, HeapGroup
 from support.spread import HOSTS
 
 from odc.errors import OdcError, UnsupportedError
@@ -218,6 +220,52 @@ def test_changes_are_packed_where_the_link_is_slower(seconds: float, packed: boo
             weights.step(1e-5, step)
         versions = spread.group.layouts[0].mine.versions(spread.group.units[0])
         assert (versions.load(VersionWord.PACKED) != WHOLE) == packed
+
+
+@pytest.fixture
+def packing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Packing takes 10 us a call and 1 ns a byte; the bytes of each call."""
+    sizes, pack = list[int](), changes.pack
+
+    def counted(old: torch.Tensor, new: torch.Tensor, into: torch.Tensor) -> int:
+        sizes.append(new.numel())
+        return pack(old, new, into)
+
+    def clock() -> float:
+        return len(sizes) * 1e-5 + sum(sizes) * 1e-9
+
+    monkeypatch.setattr(changes, "pack", counted)
+    monkeypatch.setattr("odc.protocol.changes.time", SimpleNamespace(thread_time=clock))
+    return sizes
+
+
+def test_what_a_small_unit_takes_says_nothing_of_large_ones(packing: list[int]) -> None:
+    weights = Weights()
+    with two_hosts(changes="auto") as spread:
+        for member in spread.group.members:
+            member.shards._changes._seconds = Pace(1e-8)  # type: ignore[union-attr]
+        for step in range(4):
+            weights.publish(spread)
+            weights.step(1e-5, step)
+        units = spread.group.units
+        assert set(packing) == {unit.published_bytes for unit in units}, "none is larger than a sample"
+        packed = [spread.group.layouts[0].mine.versions(unit).load(VersionWord.PACKED) for unit in units]
+        assert packed[0] != WHOLE and packed[1] != WHOLE
+
+
+@pytest.mark.parametrize(("seconds", "packed"), [(1e-9, False), (1e-7, True)])
+def test_where_all_units_are_small_they_say_what_packing_takes(
+    seconds: float, packed: bool, packing: list[int]
+) -> None:
+    values = torch.randn(4000)
+    with HeapGroup([[("w", 4000, BF16)]], 4, settings=Settings(timeout_s=60.0, changes="auto"), hosts=HOSTS) as group:
+        shards = group.members[0].shards
+        shards._changes._seconds = Pace(seconds)  # type: ignore[union-attr]
+        for _ in range(3):
+            shards.publish([[values]], [False])
+            values[::500] += 1
+        versions = group.layouts[0].mine.versions(group.units[0])
+        assert packing and (versions.load(VersionWord.PACKED) != WHOLE) == packed
 
 
 def test_what_a_patch_takes_is_measured_as_it_settles() -> None:

@@ -210,6 +210,21 @@ def test_progress_is_sent_now_and_then_only(linked: Linked, monkeypatch: pytest.
     assert len(sent) == 2
 
 
+def test_messages_are_encoded_once_for_all_links(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    links, sent = linked.join().links[0], list[bytes]()
+    monkeypatch.setattr(links._links[2], "send", sent.append)
+    monkeypatch.setattr(links, "_links", dict.fromkeys((2, 3, 4), links._links[2]))
+    for send in (
+        lambda: linked.group.layouts[0].mine.board.store(Word.DONE, 1),
+        lambda: links.send_counts(torch.tensor([3, 4, 0])),
+        lambda: links.send_summed(1, {0: 3}),
+        links._refresh,
+    ):
+        sent.clear()
+        send()
+        assert len(sent) == 3 and all(one is sent[0] for one in sent)
+
+
 def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends a connection whose other end has had no room for two seconds: there must be some."""
     monkeypatch.setattr(module, "LINK_REFRESH_S", 0.0)
@@ -257,12 +272,12 @@ def test_a_rank_that_never_reads_counts_is_named(linked: Linked, monkeypatch: py
 def test_a_link_knows_what_has_not_arrived(linked: Linked) -> None:
     links = linked.join().links[0]
     links._links[2]._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
-    links._links[2].send(*[StoredWord(Word.PUBLISHED, 1)] * 60_000)
+    links._links[2].send(encode(StoredWord(Word.PUBLISHED, 1)) * 60_000)
     assert links.unacknowledged() == [2]
-    links._links[2].send(StoredWord(Word.DONE, 1))
+    links._links[2].send(encode(StoredWord(Word.DONE, 1)))
     linked.receive([2], lambda: linked.seen(2, 0, Word.DONE) == 1)
     linked.receive([2], lambda: not links.unacknowledged())
-    links._links[2].send(*[StoredWord(Word.PUBLISHED, 1)] * 60_000)
+    links._links[2].send(encode(StoredWord(Word.PUBLISHED, 1)) * 60_000)
     linked.links[2].close()  # by a reset, as it has not read all
     until(lambda: not links.unacknowledged(), "what no rank will ever read")
 

@@ -10,7 +10,7 @@ import pytest
 from support.hosts import Hosts, need_hosts
 
 from odc.net.host_link import HostLink, side_to_blame
-from odc.net.messages import StoredWord
+from odc.net.messages import StoredWord, encode
 from odc.net.tcp import keep_alive, set_for_reader, set_for_server
 from odc.protocol import Word
 from odc.settings import LOST_AFTER_S
@@ -46,7 +46,7 @@ def link(*ends: socket.socket) -> Callable[[], bool]:
     def carries() -> bool:
         assert [one.receive() for one in links] == [None, None]
         for one, other in (links, links[::-1]):
-            one.send(StoredWord(Word.DONE, 7))
+            one.send(encode(StoredWord(Word.DONE, 7)))
             while (message := other.receive()) is None:
                 time.sleep(0.01)
             if not message:

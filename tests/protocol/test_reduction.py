@@ -24,11 +24,14 @@ def gradient(member: int, unit: UnitSpec) -> torch.Tensor:
     return torch.randn(unit.numel, generator=draw) * 10.0 ** (4 * (member // 2))
 
 
-def gathered(replicas: int, spread: bool) -> tuple[HeapGroup, list[int]]:
-    """Two shards, gradients that fp32 adds up otherwise in another order; and the bytes that each replica reads."""
+def gathered(replicas: int, spread: bool) -> tuple[HeapGroup, list[Copies], list[int]]:
+    """Two shards, gradients that fp32 adds up otherwise in another order; the engines that have read; and the most
+    reads that each replica had in progress before its REDUCED.
+    """
     hosts = tuple(member // 2 for member in range(2 * replicas)) if spread else ()
     group = HeapGroup(LAYOUT, 2, replicas=replicas, settings=Settings(timeout_s=60.0), hosts=hosts)
     engines = [Copies(group, me) for me in range(len(group.members))]
+    first = list[int]()
     for member, layout in enumerate(group.layouts):
         layout.mine.board.store(Word.PUBLISHED, 1)
         group.members[member].protocol.epoch = 1
@@ -43,6 +46,8 @@ def gathered(replicas: int, spread: bool) -> tuple[HeapGroup, list[int]]:
         end_reducing = protocol.end_reducing
 
         def mirrored() -> None:
+            first.append(engines[member].most)
+            engines[member].most = 0
             end_reducing()
             for layout in group.layouts:
                 if member in layout.grid.remote:
@@ -53,7 +58,7 @@ def gathered(replicas: int, spread: bool) -> tuple[HeapGroup, list[int]]:
 
     with ThreadPoolExecutor(len(group.members)) as threads:
         list(threads.map(gather, range(len(group.members))))
-    return group, [one.nbytes for one in engines]
+    return group, engines, first
 
 
 def in_rank_order(group: HeapGroup, shard: int, unit: int) -> torch.Tensor:
@@ -66,7 +71,7 @@ def in_rank_order(group: HeapGroup, shard: int, unit: int) -> torch.Tensor:
 @pytest.mark.parametrize(("replicas", "spread"), [(3, False), (3, True), (2, True), (8, True)])
 def test_every_replica_gets_the_sum_in_rank_order(replicas: int, spread: bool) -> None:
     """Also where units have fewer elements than there are replicas."""
-    group, _ = gathered(replicas, spread)
+    group, *_ = gathered(replicas, spread)
     for member in range(len(group.members)):
         for unit in (0, 1):
             first, *others = group.members[member].reduction.parts(group.units[unit])
@@ -80,14 +85,24 @@ def test_every_replica_gets_the_sum_in_rank_order(replicas: int, spread: bool) -
 @pytest.mark.parametrize("replicas", [2, 3, 8])
 def test_a_replica_reads_parts_where_that_is_less(replicas: int) -> None:
     """The other replicas' accumulators of 9 elements by two replicas; by more its own part of them, and their sums."""
-    group, found = gathered(replicas, True)
-    for member, nbytes in enumerate(found):
+    group, engines, _ = gathered(replicas, True)
+    for member, engine in enumerate(engines):
         place, expected = member // 2, 0
         for unit in group.units[:2]:
             own = (place + 1) * unit.numel // replicas - place * unit.numel // replicas
             expected += (replicas - 1) * own + unit.numel - own if replicas > 2 else unit.numel
-        assert nbytes == 4 * expected
-    assert sum(found) <= 2 * 4 * 9 * 2 * (replicas - 1)
+        assert engine.nbytes == 4 * expected
+    assert sum(one.nbytes for one in engines) <= 2 * 4 * 9 * 2 * (replicas - 1)
+    group.close()
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_two_reads_of_other_hosts_are_in_progress(replicas: int) -> None:
+    """Of their accumulators, and of the sums of their parts where there are any."""
+    group, engines, first = gathered(replicas, True)
+    last = [engine.most for engine in engines]
+    assert last == [2] * len(engines)
+    assert first == ([2] * len(engines) if replicas > 2 else [])
     group.close()
 
 

@@ -225,6 +225,34 @@ def test_a_rank_that_has_answered_and_ended_has_not_failed() -> None:
     ranks.close()
 
 
+def fork_a_child() -> int:
+    """It has open what the rank has open, and outlives it."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    return child
+
+
+def test_a_process_that_outlives_its_rank_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = RankProcesses(fork_server(), [0], once=True)
+    (outcome,), receive = ranks.outcomes, ranks.receive
+
+    def receive_of_a_rank(timeout: float) -> None:
+        assert outcome.exit_code is None, "no rank is left that could send anything"
+        receive(timeout)
+
+    monkeypatch.setattr(ranks, "receive", receive_of_a_rank)
+    ranks.send(task(fork_a_child))
+    assert ranks.answers(600.0, 0.0)
+    try:
+        assert ranks.ended(600.0)
+    finally:
+        os.kill(outcome.value, signal.SIGKILL)
+    assert outcome.exit_code == 0
+    ranks.close()
+
+
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 

@@ -82,21 +82,33 @@ class NodeShare:
         self._units = len(sums_at)
         self._views: dict[tuple[str, int, int], torch.Tensor] = {}
         self._mutexes: dict[int, RobustMutex] = {}
+        self._claims: dict[int, Words] = {}
+        self._cached: dict[int, Words] = {}
 
     def forget(self) -> None:
         """Drop the views that are kept, so that the memory can be given back."""
         self._views.clear()
         self._mutexes.clear()
+        self._claims.clear()
+        self._cached.clear()
 
     # the node cache ----------------------------------------------------------------------------------------------
 
     def claims(self, unit: UnitSpec) -> Words:
         """Two words: the newest epoch in which a local rank has claimed the member's shard, and 1 + that member."""
-        return words_at(self._heap, self.column, "node/claims", (self.row * self._units + unit.index) * 2, 2)
+        return self._words(self._claims, "node/claims", unit, 2)
 
     def cached(self, unit: UnitSpec) -> Words:
         """One word: the newest epoch whose shard lies in the cache."""
-        return words_at(self._heap, self.column, "node/cached", self.row * self._units + unit.index, 1)
+        return self._words(self._cached, "node/cached", unit, 1)
+
+    def _words(self, kept: dict[int, Words], name: str, unit: UnitSpec, count: int) -> Words:
+        """Made once: a fetch asks for those of every remote owner."""
+        words = kept.get(unit.index)
+        if words is None:
+            first = (self.row * self._units + unit.index) * count
+            words = kept[unit.index] = words_at(self._heap, self.column, name, first, count)
+        return words
 
     def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
         """uint8 [unit.published_bytes or more]: the place of the member's shard in the cache; of the newest epoch."""
