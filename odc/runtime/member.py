@@ -149,10 +149,14 @@ class Member(Endpoint):
         try:
             self._serve(store, layout, settings)
         except BaseException:
-            if self._exposed is not None:
-                self._exposed.close()
-            layout.close()  # its memory would stay for as long as the process
+            self._give_back(layout)
             raise
+
+    def _give_back(self, layout: HeapLayout) -> None:
+        """Of a member that could not be made, whose memory would stay for as long as the process."""
+        if self._exposed is not None:
+            self._exposed.close()
+        layout.close()
 
     def _serve(self, store: Any, layout: HeapLayout, settings: Settings) -> None:
         """Have the daemon serve the heap, here and to other hosts."""
