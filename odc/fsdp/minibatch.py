@@ -164,6 +164,11 @@ class Minibatch:
 
         compat.queue_after_backward(end)
 
+    def flush(self) -> None:
+        """Return when everything sent is posted; a failed push gives the minibatch up. Outside of a backward."""
+        self.recover()
+        self._flush()
+
     def done(self) -> None:
         """First half of finish, outside of a backward. Waits only for peers to come up and for credits."""
         self.begin()  # a rank without microbatches: its peers need its shards
