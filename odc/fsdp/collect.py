@@ -36,9 +36,12 @@ class Collector:
         self.writing = False
         self._views = member.layout.settings.gradient_views
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def release_accumulators(self) -> None:
-        """Copy every `.grad` that is a view of an accumulator: the next epoch is about to begin."""
+        """Copy every `.grad` that is a view of an accumulator: the next epoch is about to begin. In inference mode too
+        the copies are tensors that later minibatches may add to.
+        """
         if not self._views:
             return
         for group in self._groups:

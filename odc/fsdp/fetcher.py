@@ -67,7 +67,8 @@ class Fetcher:
         lanes = self._lanes
         for output in outputs if not lanes.asynchronous else ():
             advise_huge(output)  # freshly allocated: most of a large fetch would be page faults
-        by_shard = [torch.empty_like(o) if p.shard_dim else o for p, o in zip(params, outputs, strict=True)]
+        with torch.inference_mode(False):  # the fetch thread writes to it, which is in no inference mode
+            by_shard = [torch.empty_like(o) if p.shard_dim else o for p, o in zip(params, outputs, strict=True)]
         lane = "main" if now or self._worker is None else "fetch"
         allocated = lanes.mark()  # the previous user of this memory is done with it by then
         copied: list[object] = []

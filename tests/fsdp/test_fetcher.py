@@ -158,6 +158,16 @@ def test_an_error_of_the_fetch_thread_is_raised_where_the_unit_is_needed(group: 
             fetch.wait()
 
 
+def test_what_the_fetch_thread_writes_to_is_no_inference_tensor(group: HeapGroup) -> None:
+    """An evaluation in inference mode asks for it, and the thread, which is in none, could not write to it."""
+    with fetching(group, 1) as (fetcher, gated):
+        gated.open.set()
+        with torch.inference_mode():
+            fetch = start(fetcher, group, [Param(6, 1), Param(1)])
+            fetch.wait()
+        assert not fetch.by_shard[0].is_inference()
+
+
 # ahead ---------------------------------------------------------------------------------------------------------------
 
 
