@@ -100,6 +100,7 @@ class Minibatch:
 
     def _open(self) -> None:
         self._protocol.await_end_of_epoch()
+        self._collector.drop_abandoned()
         if (stepped := self._iteration.post_optim_event()) is not None:
             self._member.layout.heap.lanes.follow(stepped)  # an optimizer on another stream may still write the shards
         shards = [[param.shard() for param in group.odc_params] for group in self._groups]
