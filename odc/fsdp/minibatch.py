@@ -152,9 +152,10 @@ class Minibatch:
     def partial_backward(self) -> None:
         """A backward through a unit of which only some modules ran; it ends the minibatch, as torch reduces there.
 
-        torch calls no final callback after such a backward, unless other units take part in it as well.
+        torch calls no final callback after such a backward, unless other units take part in it as well. Where it
+        reduces outside of a backward (`torch.distributed.pipelining`), it always calls one.
         """
-        if not (self.ends_by_backward and self._iteration.is_last_backward()):
+        if not (self.ends_by_backward and self._iteration.is_last_backward() and compat.is_in_backward()):
             return
 
         def end() -> None:

@@ -13,6 +13,8 @@ from support.models import next_token_loss, own_gradients, own_parameters, reduc
 from support.on_ranks import on_hosts, on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new
 from support.ranks import Pools
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 
 import odc
 from odc import OdcError, Settings, fully_shard
@@ -146,6 +148,27 @@ def no_grad_inside(make: Make, rank: int, world: int) -> Result:
         with torch.no_grad():
             seen[f"metric{step}"] = model(tokens(rank, step, 4))
         loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**seen, **own_parameters(model)}
+
+
+@PROGRAMS.add
+def a_stage_of_a_pipeline(make: Make, rank: int, world: int) -> Result:
+    """A stage of torch's marks no backward as the last; it reduces afterwards, by calls outside of any backward."""
+    model, optimizer = exact(make)
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("data", "stage"))
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=mesh["stage"].get_group())
+    seen: Result = {}
+    for step in range(3):
+        inputs = [tokens(rank, step, i) for i in range(2)]
+        losses = [next_token_loss(model(x), x) / 18 for x in inputs]
+        for x, loss in zip(inputs, losses, strict=True):
+            one = {"stage_output": loss, "output_grads": None, "input_values": [x]}
+            stage.backward_maybe_with_nosync("full", one)
+        assert all(gradient is None for gradient in own_gradients(model).values())
+        stage.perform_reduce_grad(2)
+        seen |= {f"{step} {name}": gradient for name, gradient in own_gradients(model).items()}
         optimizer.step()
         optimizer.zero_grad()
     return {**seen, **own_parameters(model)}
