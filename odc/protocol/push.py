@@ -32,7 +32,8 @@ class Gradient:
 
 
 def flatten(grad: torch.Tensor, shard_dim: int, shards: int) -> torch.Tensor:
-    """A gradient shard after shard, 1-D contiguous; copies only where it is laid out otherwise."""
+    """A gradient shard after shard, 1-D contiguous, without its graph; copies only where it is laid out otherwise."""
+    grad = grad.detach()  # after `backward(create_graph=True)` each sum would keep the graphs of all before it
     if shard_dim:
         grad = torch.cat(torch.chunk(grad, shards, dim=shard_dim), dim=0)
     grad = grad.contiguous().view(-1)
