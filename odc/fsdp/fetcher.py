@@ -94,7 +94,9 @@ class Fetcher:
         return Fetch(job, params, by_shard, shards, follow)
 
     def used(self, group: compat.FSDPParamGroup, phase: str) -> None:
-        """Note that `group` is in use in `phase` ("forward" or "backward") and fetch what followed it last time."""
+        """Note that `group` is in use in `phase` ("forward" or "backward") and fetch what followed it last time, but
+        for units that a backward does not need.
+        """
         if not self._ahead:
             return
         order = self._next.setdefault(phase, {})
@@ -103,13 +105,16 @@ class Fetcher:
         if last is not None and last is not group:
             order[id(last)] = weakref.ref(group)
         self._last[phase] = weakref.ref(group)
-        following: compat.FSDPParamGroup | None = group
-        for _ in range(self._ahead):
+        following, fetched = group, 0
+        for _ in range(len(order)):  # where a unit is used twice the order may go in a circle
             ref = order.get(id(following))
-            following = ref() if ref is not None else None
-            if following is None:
+            after = ref() if ref is not None else None
+            if after is None or fetched == self._ahead:
                 return
-            following.unshard()
+            following = after
+            if phase != "backward" or following.unshard_in_backward:
+                following.unshard()
+                fetched += 1
 
     def restart(self, phase: str) -> None:
         """A new pass begins: its first unit does not follow the last pass's last."""

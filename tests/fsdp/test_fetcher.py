@@ -175,6 +175,7 @@ class Unit:
     """Stands in for a group that may be fetched ahead of use."""
 
     log = ""  # of all units: what was fetched ahead
+    unshard_in_backward = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -227,3 +228,16 @@ def test_a_unit_that_is_gone_is_not_kept_alive_nor_fetched(group: HeapGroup) -> 
         del b
         gc.collect()
         assert passes(fetcher, [a]) == [""]
+
+
+def test_a_unit_that_a_backward_does_not_need_is_passed_over(group: HeapGroup) -> None:
+    a, b, c, d = units = [Unit(name) for name in "abcd"]
+    b.unshard_in_backward = False
+    with fetching(group, 1) as (fetcher, _):
+        for phase, found in (("backward", ["c", "c", "d", ""]), ("forward", ["b", "c", "d", ""])):
+            passes(fetcher, units, phase)
+            assert passes(fetcher, units, phase) == found
+        c.unshard_in_backward = False
+        passes(fetcher, [b, c, b], "backward")
+        assert passes(fetcher, [b, c, b], "backward") == ["", "", ""], "the order goes in a circle"
+        assert passes(fetcher, [d, a], "backward") == ["", ""]
