@@ -1,7 +1,8 @@
-"""The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED, on the rank's main thread.
+"""The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED.
 
-`odc.protocol.protocol` defines what ranks store; this module decides when (docs/protocol.md, "States"). Several roots
-close all their epochs before they wait for any.
+It is used by one thread at a time: by the rank's main thread, and in a backward on a device by autograd's, for which
+the main thread waits. `odc.protocol.protocol` defines what ranks store; this module decides when (docs/protocol.md,
+"States"). Several roots close all their epochs before they wait for any.
 """
 
 from __future__ import annotations
@@ -309,8 +310,9 @@ class Minibatch:
         return True
 
     def close_evaluation(self, doing: str) -> None:
-        """Close an epoch in which nothing was pushed, without waiting for any rank; no-op when closed.
+        """Close an epoch in which nothing was pushed; no-op when closed.
 
+        Waits for no rank on one host, and over hosts until this rank has a connection to every other host.
         Raises UnfinishedMinibatchError if something was pushed.
         """
         if self.state is RootState.CLOSED:
