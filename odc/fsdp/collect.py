@@ -31,7 +31,7 @@ class Collector:
 
     def __init__(self, member: Endpoint, groups: Sequence[FetchedGroup]) -> None:
         self._member, self._groups = member, groups
-        self._seen = torch.zeros(member.layout.param_base[-1], dtype=torch.int64)
+        self._seen = torch.zeros(member.layout.param_base[-1], dtype=torch.int64, device="cpu")
         self.dirty = [False] * len(groups)
         self.writing = False
         self._views = member.layout.settings.gradient_views

@@ -168,7 +168,7 @@ class Pusher:
     def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None], route: PushRoute | None = None) -> None:
         self._protocol, self._layout, self._notify = protocol, protocol.layout, notify
         self.route = route or HostRoute(protocol, notify)
-        self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64)
+        self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64, device="cpu")
         self._counted = self.counts.numpy()  # the same numbers; one of them is counted in a tenth of torch's time
         self.epoch = 0
         self._ended: tuple[int, set[int]] = (0, set())  # epoch, and units of which this rank has stored LAST in it
