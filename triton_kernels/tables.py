@@ -26,7 +26,7 @@ class TableRing:
 
     def __init__(self, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._here = torch.zeros(SLOTS, NUMBERS, dtype=torch.int64, pin_memory=pinned)
+        self._here = torch.zeros(SLOTS, NUMBERS, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._there = torch.zeros(SLOTS, NUMBERS, dtype=torch.int64, device=device)
         self._numbers = self._here.numpy()
         self._copied = [torch.cuda.Event() for _ in range(SLOTS)] if pinned else []
@@ -92,5 +92,5 @@ def _kept(numbers: tuple[int, ...], device: torch.device, stream: int) -> torch.
     """Used by one stream only: its work follows the copy, and freed memory is reused by that stream first."""
     on_cuda = device.type == "cuda"
     # From pageable memory torch would wait for the copy, and so for all earlier work of the stream.
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_cuda and len(numbers) > 0)
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=on_cuda and len(numbers) > 0)
     return host.to(device, non_blocking=True) if on_cuda else host

@@ -321,5 +321,10 @@ def default_store() -> Any:
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` at the end of the running backward, after every callback queued so far."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    """Run `callback` at the end of the running backward, after every callback queued so far; at once where none runs,
+    as when a stage of a pipeline ends a minibatch.
+    """
+    if is_in_backward():
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+    else:
+        callback()

@@ -109,7 +109,7 @@ def close_connections() -> None:
     """
     for peer in set(range(dist.get_world_size())) - {dist.get_rank()}:
         with contextlib.suppress(RuntimeError):  # late, or closed before
-            work: Any = dist.irecv(torch.empty(1), peer, tag=_NEVER_SENT)
+            work: Any = dist.irecv(torch.empty(1, device="cpu"), peer, tag=_NEVER_SENT)
             work.wait(timedelta(milliseconds=1))
 
 

@@ -58,8 +58,8 @@ def minibatch(*roots: compat.FSDPModule) -> Iterator[None]:
 
 def _end_together(machines: list[Minibatch]) -> AbandonedMinibatchError | None:
     """End minibatches that belong together: flush all before waiting for any, and give up all if one is given up."""
-    for machine in machines:
-        machine.recover()
+    for machine in machines:  # before any is done: a push that fails here gives all of them up
+        machine.flush()
     reasons = [machine.current.given_up for machine in machines if machine.current.given_up is not None]
     for machine in machines:
         if reasons:

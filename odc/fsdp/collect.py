@@ -16,7 +16,7 @@ from odc.fsdp import refusals
 from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.fetcher import FetchedGroup
 from odc.memory import advise_huge
-from odc.protocol import HeapLayout, UnitSpec
+from odc.protocol import HeapLayout, Outcome, UnitSpec
 from odc.protocol.reduction import Reduction
 from odc.runtime import Endpoint
 
@@ -31,14 +31,29 @@ class Collector:
 
     def __init__(self, member: Endpoint, groups: Sequence[FetchedGroup]) -> None:
         self._member, self._groups = member, groups
-        self._seen = torch.zeros(member.layout.param_base[-1], dtype=torch.int64)
+        self._seen = torch.zeros(member.layout.param_base[-1], dtype=torch.int64, device="cpu")
         self.dirty = [False] * len(groups)
         self.writing = False
         self._views = member.layout.settings.gradient_views
 
+    def drop_abandoned(self) -> None:
+        """Drop what was pushed here in the last epoch, if this rank has closed it as an evaluation, so that it has not
+        collected, and another has abandoned it. After `await_end_of_epoch`.
+        """
+        protocol = self._member.protocol
+        evaluated = protocol.closed_as(Outcome.EVALUATED) if protocol.epoch else []
+        if protocol.grid.me not in evaluated or not protocol.closed_as(Outcome.ABANDONED):
+            return
+        protocol.await_accumulated()
+        self._seen = push_counts(self._member.layout)
+        self.dirty = [True] * len(self._groups)
+
+    @torch.inference_mode(False)
     @torch.no_grad()
     def release_accumulators(self) -> None:
-        """Copy every `.grad` that is a view of an accumulator: the next epoch is about to begin."""
+        """Copy every `.grad` that is a view of an accumulator: the next epoch is about to begin. In inference mode too
+        the copies are tensors that later minibatches may add to.
+        """
         if not self._views:
             return
         for group in self._groups:

@@ -67,7 +67,8 @@ class Fetcher:
         lanes = self._lanes
         for output in outputs if not lanes.asynchronous else ():
             advise_huge(output)  # freshly allocated: most of a large fetch would be page faults
-        by_shard = [torch.empty_like(o) if p.shard_dim else o for p, o in zip(params, outputs, strict=True)]
+        with torch.inference_mode(False):  # the fetch thread writes to it, which is in no inference mode
+            by_shard = [torch.empty_like(o) if p.shard_dim else o for p, o in zip(params, outputs, strict=True)]
         lane = "main" if now or self._worker is None else "fetch"
         allocated = lanes.mark()  # the previous user of this memory is done with it by then
         copied: list[object] = []
@@ -93,7 +94,9 @@ class Fetcher:
         return Fetch(job, params, by_shard, shards, follow)
 
     def used(self, group: compat.FSDPParamGroup, phase: str) -> None:
-        """Note that `group` is in use in `phase` ("forward" or "backward") and fetch what followed it last time."""
+        """Note that `group` is in use in `phase` ("forward" or "backward") and fetch what followed it last time, but
+        for units that a backward does not need.
+        """
         if not self._ahead:
             return
         order = self._next.setdefault(phase, {})
@@ -102,13 +105,16 @@ class Fetcher:
         if last is not None and last is not group:
             order[id(last)] = weakref.ref(group)
         self._last[phase] = weakref.ref(group)
-        following: compat.FSDPParamGroup | None = group
-        for _ in range(self._ahead):
+        following, fetched = group, 0
+        for _ in range(len(order)):  # where a unit is used twice the order may go in a circle
             ref = order.get(id(following))
-            following = ref() if ref is not None else None
-            if following is None:
+            after = ref() if ref is not None else None
+            if after is None or fetched == self._ahead:
                 return
-            following.unshard()
+            following = after
+            if phase != "backward" or following.unshard_in_backward:
+                following.unshard()
+                fetched += 1
 
     def restart(self, phase: str) -> None:
         """A new pass begins: its first unit does not follow the last pass's last."""

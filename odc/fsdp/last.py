@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 class LastPushes:
-    """Of one root with `units` units; on the rank's main thread.
+    """Of one root with `units` units; on the rank's main thread, but for `pushed`, which a backward on a device calls
+    on autograd's thread while the main thread waits for it.
 
     A unit that is called twice pushes twice in one backward: as many pushes are expected as the last time. Once a loop
     has run another backward after a marked one, its marks are ignored.

@@ -1,7 +1,8 @@
-"""The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED, on the rank's main thread.
+"""The state machine of one root's minibatches: CLOSED -> OPEN -> FINISHING -> CLOSED.
 
-`odc.protocol.protocol` defines what ranks store; this module decides when (docs/protocol.md, "States"). Several roots
-close all their epochs before they wait for any.
+It is used by one thread at a time: by the rank's main thread, and in a backward on a device by autograd's, for which
+the main thread waits. `odc.protocol.protocol` defines what ranks store; this module decides when (docs/protocol.md,
+"States"). Several roots close all their epochs before they wait for any.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class Minibatch:
 
     def _open(self) -> None:
         self._protocol.await_end_of_epoch()
+        self._collector.drop_abandoned()
         if (stepped := self._iteration.post_optim_event()) is not None:
             self._member.layout.heap.lanes.follow(stepped)  # an optimizer on another stream may still write the shards
         shards = [[param.shard() for param in group.odc_params] for group in self._groups]
@@ -153,9 +155,10 @@ class Minibatch:
     def partial_backward(self) -> None:
         """A backward through a unit of which only some modules ran; it ends the minibatch, as torch reduces there.
 
-        torch calls no final callback after such a backward, unless other units take part in it as well.
+        torch calls no final callback after such a backward, unless other units take part in it as well. Where it
+        reduces outside of a backward (`torch.distributed.pipelining`), it always calls one.
         """
-        if not (self.ends_by_backward and self._iteration.is_last_backward()):
+        if not (self.ends_by_backward and self._iteration.is_last_backward() and compat.is_in_backward()):
             return
 
         def end() -> None:
@@ -165,6 +168,11 @@ class Minibatch:
                 compat.queue_after_backward(self.collect_or_raise)
 
         compat.queue_after_backward(end)
+
+    def flush(self) -> None:
+        """Return when everything sent is posted; a failed push gives the minibatch up. Outside of a backward."""
+        self.recover()
+        self._flush()
 
     def done(self) -> None:
         """First half of finish, outside of a backward. Waits only for peers to come up and for credits."""
@@ -304,8 +312,9 @@ class Minibatch:
         return True
 
     def close_evaluation(self, doing: str) -> None:
-        """Close an epoch in which nothing was pushed, without waiting for any rank; no-op when closed.
+        """Close an epoch in which nothing was pushed; no-op when closed.
 
+        Waits for no rank on one host, and over hosts until this rank has a connection to every other host.
         Raises UnfinishedMinibatchError if something was pushed.
         """
         if self.state is RootState.CLOSED:

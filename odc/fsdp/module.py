@@ -16,7 +16,7 @@ from odc.errors import UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.boundaries import Claims, GradientReduction, finalize, finish, minibatch, set_manual
 from odc.fsdp.group import OdcParamGroup
-from odc.fsdp.root import root_of
+from odc.fsdp.root import refuse_mark_below, root_of
 
 
 def _refuse(what: str, instead: str) -> NoReturn:
@@ -126,16 +126,24 @@ class OdcModule(compat.FSDPModule):
             for group in groups:
                 group.odc_needed_now = False
 
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward ends the minibatch, on the root.
+
+        UnsupportedError on a module below a root that is marked otherwise.
+        """
+        refuse_mark_below(self, is_last_backward)
+        super().set_is_last_backward(is_last_backward)
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """FSDP2's accumulation idiom, on the root.
 
         False means "not the last microbatch": gradients are pushed all the same, no rank is waited for, and no full
-        gradients are kept.
+        gradients are kept. UnsupportedError as in `set_is_last_backward`.
         """
         if not recurse:
             _refuse("set_requires_gradient_sync(recurse=False)", "a minibatch ends for all units together")
-        compat.set_synced(compat.state_of(self), requires_gradient_sync)
         self.set_is_last_backward(requires_gradient_sync)
+        compat.set_synced(compat.state_of(self), requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """No-op: replicas are summed once, at the end of the minibatch."""

@@ -181,6 +181,25 @@ def root_above(group: compat.FSDPParamGroup) -> Root:
     return root_at(cast(compat.FSDPModule, group.modules[0]))
 
 
+def refuse_mark_below(module: compat.FSDPModule, last: bool) -> None:
+    """Before the next backward is marked as the last or not: UnsupportedError if `module` lies below a root that is
+    marked otherwise.
+    """
+    state = compat.state_of(module)
+    if compat.is_root(state):
+        return
+    if compat.is_root(state) is None:  # states do not share the root's mark yet, which will replace theirs
+        top = compat.state_of(cast(compat.FSDPModule, _top(module)))
+        if top is state:
+            return
+        state = top
+    if compat.Iteration(state).is_last_backward() != last:
+        raise UnsupportedError(
+            "set_is_last_backward() and set_requires_gradient_sync() must be called on the root, before any module "
+            "below it: a minibatch ends for all units together"
+        )
+
+
 def _top(module: Any) -> Any:
     """The outermost sharded module whose tree holds `module`."""
     holders = [m for m in sharded_modules() if any(below is module for below in m.modules())]

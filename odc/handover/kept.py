@@ -43,7 +43,7 @@ class KeptMember(ReadOnlyMember):
         self.rank, self._member, self._handle = member.rank, member, handle
         self._starts = [unit.offset for unit in handle.units]
         self._copies: dict[int, _Copy] = {}
-        self._words = torch.empty(0, dtype=torch.int64)
+        self._words = torch.empty(0, dtype=torch.int64, device="cpu")
         self._changes: dict[int, list[torch.Tensor]] = {}  # by unit, what brings its copy to the newest version
         self._arriving: list[tuple[_Copy, PublishedParameter]] = []  # what was read whole, not yet known to be whole
 
@@ -79,7 +79,7 @@ class KeptMember(ReadOnlyMember):
 
     def read_words(self) -> None:
         """Those of all versions that are kept of all units."""
-        words = torch.empty(VERSIONS_KEPT * len(self._starts) * VERSION_WORDS, dtype=torch.int64)
+        words = torch.empty(VERSIONS_KEPT * len(self._starts) * VERSION_WORDS, dtype=torch.int64, device="cpu")
         self._member.copy_words(self._handle.versions, words.view(torch.uint8))
         self._words = words.view(VERSIONS_KEPT, -1, VERSION_WORDS)
 
@@ -97,7 +97,7 @@ class KeptMember(ReadOnlyMember):
                 self._changes[number] = [self._read(number, one) for one in since]
 
     def _read(self, number: int, version: Version) -> torch.Tensor:
-        packed = torch.empty(version.packed, dtype=torch.uint8)
+        packed = torch.empty(version.packed, dtype=torch.uint8, device="cpu")
         self._member.copy(self._handle.units[number].changes + version.place, packed)
         return packed
 
@@ -134,7 +134,7 @@ class KeptMember(ReadOnlyMember):
         for one in parameters:
             if one.unit not in self._copies:
                 nbytes = self._handle.units[one.unit].nbytes
-                self._copies[one.unit] = _Copy(torch.zeros(nbytes, dtype=torch.uint8))
+                self._copies[one.unit] = _Copy(torch.zeros(nbytes, dtype=torch.uint8, device="cpu"))
             copy = self._copies[one.unit]
             if copy.version != version:
                 copy.version, copy.held = version, set()

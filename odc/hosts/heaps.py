@@ -109,7 +109,7 @@ class RemoteHeaps(MappedHeaps):
         """One, or as many as fill a landing each: an engine may not reach a peer's memory."""
         layout, offset = self._layout, read.offset
         if isinstance(read, PassingRead):
-            into = None if layout.landing_bytes else torch.empty(read.nbytes, dtype=torch.uint8)
+            into = None if layout.landing_bytes else torch.empty(read.nbytes, dtype=torch.uint8, device="cpu")
             yield _Part(read, offset, read.nbytes, into, into is None, True)
             return
         into = read.into

@@ -179,7 +179,8 @@ class CudaHeap(NamedHeap):
         return self._base(member).data_ptr() + self.layout.offset(name)
 
     def base_addresses(self) -> torch.Tensor:
-        return torch.tensor([self._base(member).data_ptr() for member in self._members], dtype=torch.int64)
+        addresses = [self._base(member).data_ptr() for member in self._members]
+        return torch.tensor(addresses, dtype=torch.int64, device="cpu")
 
     def words(self, member: int, name: str) -> Words:
         if name not in self._words:

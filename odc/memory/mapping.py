@@ -92,7 +92,7 @@ class Mapping:
     def tensor(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
         """1-D view of `numel` elements from byte `offset` on; it keeps the mapping alive."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._buffer, dtype=dtype, count=numel, offset=offset)
 
     def prefault(self, before_step: Callable[[int], None] = lambda left: None, *, fresh: bool) -> None:

@@ -159,7 +159,8 @@ class ShmHeap(NamedHeap):
         return self._attach(member).address + self.layout.offset(name)
 
     def base_addresses(self) -> torch.Tensor:
-        return torch.tensor([self._attach(member).address for member in range(len(self.ranks))], dtype=torch.int64)
+        addresses = [self._attach(member).address for member in range(len(self.ranks))]
+        return torch.tensor(addresses, dtype=torch.int64, device="cpu")
 
     def words(self, member: int, name: str) -> Words:
         cache = self._words  # `close` replaces it

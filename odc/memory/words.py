@@ -141,7 +141,7 @@ class Words:
     def as_tensor(self) -> torch.Tensor:
         """int64 [count] view for bulk reads and writes. These order nothing: load or store a word around them."""
         if not self._count:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         buffer = (ctypes.c_int64 * self._count).from_address(self._address)
         buffer.keepalive = self._keepalive  # type: ignore[attr-defined]  # the tensor holds the buffer
         return torch.frombuffer(buffer, dtype=torch.int64)

@@ -52,7 +52,7 @@ def gather(
 def put(address: int, source: int, nbytes: int) -> None:
     """See `DataMover.put`."""
     values = torch.frombuffer((ctypes.c_char * nbytes).from_address(source), dtype=torch.uint8)
-    put_values([values], torch.tensor([address]), 0)
+    put_values([values], torch.tensor([address], device="cpu"), 0)
 
 
 def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -49,6 +49,8 @@ class Adder:
         Raises PeerLostError if a rank died while it held the lock (the accumulator may be half-added), WaitTimeoutError
         if the lock was not had in `timeout_s` seconds.
         """
+        if not pieces:
+            return
         peer, mover = self._layout.holder(owner), self._layout.mover
         # Where atomic adds do not reach every peer, the lock alone keeps ranks apart, and plain adds are right.
         add = mover.accumulate if self._direct and self._layout.heap.adds_atomically else mover.add

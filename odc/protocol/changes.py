@@ -45,9 +45,9 @@ class PublishedChanges:
         if self._always and not changes.available():
             raise UnsupportedError(f"Settings(changes='on') packs by numba, which is not installed: {install('fast')}")
         largest = max((unit.published_bytes for unit in layout.units), default=0)
-        self._scratch = torch.zeros(largest if layout.buffers == 1 else 0, dtype=torch.uint8)
+        self._scratch = torch.zeros(largest if layout.buffers == 1 else 0, dtype=torch.uint8, device="cpu")
         self._gaps = [_gaps(unit) for unit in layout.units]
-        self._sample = torch.empty(changes.room_for(_SAMPLED), dtype=torch.uint8)
+        self._sample = torch.empty(changes.room_for(_SAMPLED), dtype=torch.uint8, device="cpu")
         # By unit: bytes packed over those of the shard, or of a sample, when last packed; where the newest changes lie.
         self._ratios: dict[int, float] = {}
         self._places: dict[int, range] = {}

@@ -52,7 +52,7 @@ class DeviceChanges:
         device, count = self._layout.heap.device, max(1, len(self._layout.units))
         # Of each unit a quarter of its records' bytes: where kernels add them up, and where the host reads them.
         self._found = torch.zeros(count, dtype=torch.int32, device=device)
-        self._sizes = torch.zeros(count, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._sizes = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
     def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int) -> None:
         """Publish the shards, by unit and parameter. Does not wait."""

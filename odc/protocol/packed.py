@@ -52,7 +52,7 @@ def unpack(raw: torch.Tensor) -> dict[str, torch.Tensor]:
     sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, (_, _, shape) in zip(dtypes, entries, strict=True)]
     offsets, _ = _offsets(length, sizes)
     return {
-        name: raw[offset : offset + size].view(dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
+        name: raw[offset : offset + size].view(dtype).view(shape) if size else raw.new_empty(shape, dtype=dtype)
         for (name, _, shape), dtype, offset, size in zip(entries, dtypes, offsets, sizes, strict=True)
     }
 

@@ -32,7 +32,8 @@ class Gradient:
 
 
 def flatten(grad: torch.Tensor, shard_dim: int, shards: int) -> torch.Tensor:
-    """A gradient shard after shard, 1-D contiguous; copies only where it is laid out otherwise."""
+    """A gradient shard after shard, 1-D contiguous, without its graph; copies only where it is laid out otherwise."""
+    grad = grad.detach()  # after `backward(create_graph=True)` each sum would keep the graphs of all before it
     if shard_dim:
         grad = torch.cat(torch.chunk(grad, shards, dim=shard_dim), dim=0)
     grad = grad.contiguous().view(-1)
@@ -167,7 +168,7 @@ class Pusher:
     def __init__(self, protocol: MemberProtocol, notify: Callable[[int], None], route: PushRoute | None = None) -> None:
         self._protocol, self._layout, self._notify = protocol, protocol.layout, notify
         self.route = route or HostRoute(protocol, notify)
-        self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64)
+        self.counts = torch.zeros(self._layout.param_base[-1], dtype=torch.int64, device="cpu")
         self._counted = self.counts.numpy()  # the same numbers; one of them is counted in a tenth of torch's time
         self.epoch = 0
         self._ended: tuple[int, set[int]] = (0, set())  # epoch, and units of which this rank has stored LAST in it

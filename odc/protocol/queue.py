@@ -70,9 +70,9 @@ class Queue:
         for offset, one in zip(offsets, packed, strict=True):
             one.write(region[offset : offset + one.nbytes])
         words = region.view(torch.int64)
-        rows = torch.tensor([offsets, [one.nbytes for one in packed]], dtype=torch.int64).view(2, -1)
+        rows = torch.tensor([offsets, [one.nbytes for one in packed]], dtype=torch.int64, device="cpu").view(2, -1)
         table = words[1 : 1 + _ROW * len(packed)].view(-1, _ROW)
-        table[:, 0] = torch.tensor(weights, dtype=torch.float64).view(torch.int64)
+        table[:, 0] = torch.tensor(weights, dtype=torch.float64, device="cpu").view(torch.int64)
         table[:, 1:] = rows.T
         words[0] = len(packed)
         self.offered, self._order, self._known = epoch, None, (-1, 0)
@@ -126,7 +126,7 @@ class Queue:
 
     def _copy(self, member: int, offset: int, nbytes: int, what: str) -> torch.Tensor:
         """uint8 [nbytes] from `offset` of what a member offers."""
-        raw, begin = torch.empty(nbytes, dtype=torch.uint8), recorder().now()
+        raw, begin = torch.empty(nbytes, dtype=torch.uint8, device="cpu"), recorder().now()
         self._heaps.read(member, "queue", offset, raw, what)
         if self._protocol.grid.is_remote(member):
             recorder().add(FETCH, begin, unit="queue", peer=self._protocol.grid.ranks[member], nbytes=nbytes)

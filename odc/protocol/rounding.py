@@ -86,7 +86,7 @@ class RoundedUnit:
         """See `Rounding.read`."""
         if len(self.parts) == 1 and not self.parts[0].coarse:
             return self.parts[0].rounded(memory)
-        advise_huge(total := torch.empty(self.numel))  # much of the time would be page faults
+        advise_huge(total := torch.empty(self.numel, device="cpu"))  # much of the time would be page faults
         for part in self.parts:
             part.read(memory, total)
         return total

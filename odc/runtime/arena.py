@@ -207,7 +207,7 @@ class Arena:
     def _part(self, owner: int, offset: int, what: str, first: int, nbytes: int) -> torch.Tensor:
         if not self.grid.is_remote(owner):
             return self._heap.tensor(owner, "arena", torch.uint8, offset=offset + first, numel=nbytes)
-        found = torch.empty(nbytes, dtype=torch.uint8)
+        found = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._remote.read(owner, "arena", offset + first, found, what)
         return found
 

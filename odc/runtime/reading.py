@@ -197,7 +197,7 @@ class RemoteMember(ReadOnlyMember):
     def __init__(self, rank: int, engine: WeightEngine, digest: str, words: str = "") -> None:
         self.rank, self._engine, self._words = rank, engine, words
         self._spans: list[tuple[int, int]] = []  # first byte, end; rising
-        self._span = torch.empty(0, dtype=torch.uint8)
+        self._span = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._at = 0  # of the span that was read last
         if self._ask()[1] != digest:
             raise _refuse_other_heap(rank)
@@ -227,7 +227,7 @@ class RemoteMember(ReadOnlyMember):
             if (first, last) == (offset, end) and into.device.type == "cpu":
                 self._read("", offset, into)
                 return
-            self._at, self._span = first, torch.empty(last - first, dtype=torch.uint8)
+            self._at, self._span = first, torch.empty(last - first, dtype=torch.uint8, device="cpu")
             self._read("", first, self._span)
         into.copy_(self._span[offset - self._at : end - self._at])
 

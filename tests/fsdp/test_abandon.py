@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import odc
 from odc import AbandonedMinibatchError, Settings, fully_shard
 from odc.errors import UnfinishedMinibatchError
+from odc.fsdp import root_of
 
 Where = Literal["forward", "backward", "asked"]
 
@@ -273,3 +274,31 @@ def test_roots_that_share_a_minibatch_are_given_up_together(rank: int, world: in
             if bad and rank == 0:
                 roots[1].abandon_minibatch("one of two")
         assert [has_gradients(root) for root in roots] == [not bad] * 2
+
+
+@on_ranks(2)
+def test_a_push_that_fails_only_at_the_end_gives_up_the_other_roots_too(rank: int, world: int) -> None:
+    """Else the roots before it would be trained, and running the minibatch again would train them twice."""
+    roots = [programs.new(fully_shard, settings=EXACT)[0] for _ in range(2)]
+
+    def minibatch() -> None:
+        with odc.minibatch(*roots):
+            for root in roots:
+                backward(root, rank, 0, 0)
+            if rank == 0:
+                fail_once(root_of(roots[1]).sender)
+
+    with pytest.raises(AbandonedMinibatchError, match="no room"):
+        minibatch()
+    assert [has_gradients(root) for root in roots] == [False] * 2
+
+
+def fail_once(sender: Any) -> None:
+    """The next flush of `sender` raises."""
+    flush = sender.flush
+
+    def fail() -> None:
+        sender.flush = flush
+        raise MemoryError("no room")
+
+    sender.flush = fail

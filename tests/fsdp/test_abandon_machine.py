@@ -61,6 +61,30 @@ def test_the_next_minibatch_holds_nothing_of_it(two: list[Rank]) -> None:
         assert [rank.grads() for rank in two] == [[None, None, [2.0] * 3]] * 2
 
 
+def test_an_evaluation_on_another_rank_keeps_nothing_of_an_abandoned_minibatch(two: list[Rank]) -> None:
+    """Rank 10 has closed the epoch as an evaluation, so it collects nothing when rank 13 abandons what it pushed."""
+    for number in range(2):  # both parities of an epoch
+        begin(two)
+        two[0].machine.close_evaluation("a test")
+        two[0].heaps.by_hand = True
+        two[1].push(0, 8.0)
+        two[1].push(1, 8.0)
+        two[1].machine.abandon("bad")
+        two[1].machine.done()
+        error = two[1].machine.collect()
+        assert error is not None and error.culprit == 13
+        if number == 0:
+            with two[0].heaps.late("this rank's server to add what rank 13 pushed"):
+                two[0].machine.begin()
+        two[0].heaps.by_hand = False
+        two[0].heaps.drain(0)
+        begin(two)
+        two[0].push(1, 3.0)
+        two[1].push(1, 1.0)
+        assert end_together(two) == [None, None]
+        assert [rank.grads() for rank in two] == [[None, None, [2.0] * 3]] * 2
+
+
 def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its counts were never sent, so only the abandoned minibatch itself shows that accumulators must be zeroed."""
     begin(two)

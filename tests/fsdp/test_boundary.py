@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import odc
 from odc import OdcError, Settings, fully_shard
-from odc.errors import StaleParametersError, UnfinishedMinibatchError
+from odc.errors import StaleParametersError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp import OdcModule
 
 PROGRAMS = Programs()
@@ -164,6 +164,22 @@ def test_minibatch_is_for_the_root_and_not_nested(rank: int, world: int) -> None
     backward(model, rank, 1)
 
 
+@pytest.mark.parametrize("mark", ["set_is_last_backward", "set_requires_gradient_sync"])
+@on_ranks(2)
+def test_backwards_are_marked_on_the_root(rank: int, world: int, mark: str) -> None:
+    """Before and after its first use. A loop over all sharded modules comes to the root first, and changes nothing."""
+    model, _ = new(fully_shard)
+    for _ in range(2):
+        for last in (False, True):
+            for module in [model, *model.layers]:
+                getattr(module, mark)(last)
+            with pytest.raises(UnsupportedError, match="must be called on the root"):
+                getattr(model.layers[1], mark)(not last)
+        backward(model, rank, 0)
+        assert all(gradient is not None for gradient in own_gradients(model).values())
+        model.zero_grad()
+
+
 # weights changed inside ------------------------------------------------------------------------------------------
 
 
@@ -288,7 +304,7 @@ def test_a_model_cannot_run_after_shutdown_and_another_can(rank: int, world: int
 # the surface -----------------------------------------------------------------------------------------------------
 
 KEPT = {  # torch's own, which mean under odc what they mean there
-    "reshard", "set_gradient_divide_factor", "set_is_last_backward", "set_modules_to_backward_prefetch",
+    "reshard", "set_gradient_divide_factor", "set_modules_to_backward_prefetch",
     "set_modules_to_forward_prefetch", "set_post_optim_event", "set_reduce_scatter_divide_factor",
     "set_reshard_after_backward", "set_unshard_in_backward",
 }  # fmt: skip

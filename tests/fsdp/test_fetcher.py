@@ -158,6 +158,16 @@ def test_an_error_of_the_fetch_thread_is_raised_where_the_unit_is_needed(group: 
             fetch.wait()
 
 
+def test_what_the_fetch_thread_writes_to_is_no_inference_tensor(group: HeapGroup) -> None:
+    """An evaluation in inference mode asks for it, and the thread, which is in none, could not write to it."""
+    with fetching(group, 1) as (fetcher, gated):
+        gated.open.set()
+        with torch.inference_mode():
+            fetch = start(fetcher, group, [Param(6, 1), Param(1)])
+            fetch.wait()
+        assert not fetch.by_shard[0].is_inference()
+
+
 # ahead ---------------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +175,7 @@ class Unit:
     """Stands in for a group that may be fetched ahead of use."""
 
     log = ""  # of all units: what was fetched ahead
+    unshard_in_backward = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -217,3 +228,16 @@ def test_a_unit_that_is_gone_is_not_kept_alive_nor_fetched(group: HeapGroup) -> 
         del b
         gc.collect()
         assert passes(fetcher, [a]) == [""]
+
+
+def test_a_unit_that_a_backward_does_not_need_is_passed_over(group: HeapGroup) -> None:
+    a, b, c, d = units = [Unit(name) for name in "abcd"]
+    b.unshard_in_backward = False
+    with fetching(group, 1) as (fetcher, _):
+        for phase, found in (("backward", ["c", "c", "d", ""]), ("forward", ["b", "c", "d", ""])):
+            passes(fetcher, units, phase)
+            assert passes(fetcher, units, phase) == found
+        c.unshard_in_backward = False
+        passes(fetcher, [b, c, b], "backward")
+        assert passes(fetcher, [b, c, b], "backward") == ["", "", ""], "the order goes in a circle"
+        assert passes(fetcher, [d, a], "backward") == ["", ""]

@@ -97,6 +97,18 @@ def test_what_is_still_a_gradient_outlives_the_next_epoch(rank: int, world: int)
 
 
 @on_ranks(2)
+def test_an_evaluation_in_inference_mode_leaves_gradients_that_can_be_changed(rank: int, world: int) -> None:
+    model = sharded()
+    backward(model)
+    before = [one.clone() for one in local(model)]
+    with torch.inference_mode():
+        model(torch.ones(2, 8))
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    backward(model)
+    assert all(torch.equal(one, 2 * first) for one, first in zip(local(model), before, strict=True))
+
+
+@on_ranks(2)
 def test_a_gradient_stays_when_the_root_is_gone(rank: int, world: int) -> None:
     model = sharded()
     backward(model)

@@ -171,6 +171,16 @@ def test_the_last_group_ends_the_minibatch_after_the_backward(
     assert rank.iteration.forgotten == 1
 
 
+def test_a_part_of_a_unit_ends_no_minibatch_outside_of_a_backward(
+    two: list[Rank], queued: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipeline's stage that reduces there calls torch's final callback next, which ends the minibatch."""
+    monkeypatch.setattr(two[0].iteration, "is_last_backward", lambda: True)
+    two[0].machine.begin()
+    two[0].machine.partial_backward()
+    assert states(two)[0] is RootState.OPEN and not queued
+
+
 def test_every_peer_is_attached_before_this_ranks_part_is_over(
     two: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.compare import differences
 from support.models import next_token_loss, own_gradients, own_parameters, reduced_exactly, tokens
 from support.on_ranks import on_hosts, on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new
 from support.ranks import Pools
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 
 import odc
 from odc import OdcError, Settings, fully_shard
@@ -151,6 +155,27 @@ def no_grad_inside(make: Make, rank: int, world: int) -> Result:
     return {**seen, **own_parameters(model)}
 
 
+@PROGRAMS.add
+def a_stage_of_a_pipeline(make: Make, rank: int, world: int) -> Result:
+    """A stage of torch's marks no backward as the last; it reduces afterwards, by calls outside of any backward."""
+    model, optimizer = exact(make)
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("data", "stage"))
+    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=mesh["stage"].get_group())
+    seen: Result = {}
+    for step in range(3):
+        inputs = [tokens(rank, step, i) for i in range(2)]
+        losses = [next_token_loss(model(x), x) / 18 for x in inputs]
+        for x, loss in zip(inputs, losses, strict=True):
+            one = {"stage_output": loss, "output_grads": None, "input_values": [x]}
+            stage.backward_maybe_with_nosync("full", one)
+        assert all(gradient is None for gradient in own_gradients(model).values())
+        stage.perform_reduce_grad(2)
+        seen |= {f"{step} {name}": gradient for name, gradient in own_gradients(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**seen, **own_parameters(model)}
+
+
 # a teacher -------------------------------------------------------------------------------------------------------
 
 
@@ -251,3 +276,43 @@ def test_epochs_that_part_are_refused_over_hosts(rank: int, world: int, changes:
 
     with pytest.raises(OdcError, match="rank 1 trained in epoch 1, but rank 0 closed that epoch"):
         part()
+
+
+# torch's default device ------------------------------------------------------------------------------------------
+
+
+def trained_under(device: str, rank: int, settings: Settings) -> Result:
+    """Gradients of minibatches during which `device` is torch's default; the model and its inputs lie on the CPU."""
+    model, _ = new(fully_shard, settings=settings)
+    inputs = [{"x": tokens(rank, 0, i), "none": torch.zeros(0, 3)} for i in range(2)]
+    torch.set_default_device(device)
+    try:
+        with torch.no_grad():
+            model(inputs[0]["x"])
+        model.publish()
+        for _ in range(2):
+            with model.minibatch():
+                for claimed in model.claim(inputs):
+                    assert claimed["none"].device.type == "cpu"
+                    (next_token_loss(model(claimed["x"]), claimed["x"]) / 18).backward()
+    finally:
+        torch.set_default_device(None)
+    return own_gradients(model)
+
+
+def assert_no_device_matters(rank: int, settings: Settings) -> None:
+    found, expected = (trained_under(device, rank, settings) for device in ("meta", "cpu"))
+    assert not differences(found, expected, None)
+
+
+SHARED = Settings(queue_bytes=1 << 16, reproducible=True, timeout_s=60.0)
+
+
+@on_ranks(2)
+def test_the_default_device_does_not_matter(rank: int, world: int) -> None:
+    assert_no_device_matters(rank, SHARED)
+
+
+@on_hosts(2, 1)
+def test_the_default_device_does_not_matter_over_hosts(rank: int, world: int) -> None:
+    assert_no_device_matters(rank, dataclasses.replace(SHARED, changes="on"))

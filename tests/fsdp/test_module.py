@@ -122,8 +122,8 @@ class Machine:
     explicit: bool = False
     current: OpenEpoch = field(default_factory=OpenEpoch)
 
-    def recover(self) -> None:
-        """No backward of these tests fails."""
+    def flush(self) -> None:
+        """No backward and no push of these tests fails."""
 
     def note(self, what: str) -> None:
         self.calls.append(f"{self.name}.{what}")

@@ -101,6 +101,14 @@ def test_gradients_are_computed_before_anything_is_asked_of_the_device(
         assert set(group.layouts[0].mine.accumulator(group.units[1]).tolist()) == {4.0}
 
 
+def test_an_owner_for_which_a_push_has_nothing_gets_nothing(deferred: list[DeferredLanes]) -> None:
+    """Torch's adds refuse to add nothing. The gradient is shorter than the shards, which are padded."""
+    with HeapGroup([[("w", 1, F32)]], 2, settings=Settings(timeout_s=60.0, accumulate="direct")) as group:
+        group.publish_all()
+        push(group, deferred[1], 1, 0, gradients(group.units[0], 2, 3.0, short=1))
+        assert [layout.mine.accumulator(group.units[0]).tolist() for layout in group.layouts] == [[3.0], [0.0]]
+
+
 def test_a_drain_waits_for_no_device_and_adds_what_all_sources_pushed_in_one_call(
     deferred: list[DeferredLanes], no_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

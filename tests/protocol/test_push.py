@@ -216,6 +216,13 @@ def test_flatten_lays_chunks_side_by_side() -> None:
         assert torch.equal(flatten(grad, dim, shards), expected)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_flatten_leaves_the_graph_of_a_gradient_behind(dim: int) -> None:
+    """As after `backward(create_graph=True)`; a sum of such gradients would keep the graphs of all steps."""
+    grad = torch.ones(4, 6, requires_grad=True) * 2
+    assert not flatten(grad, dim, 2).requires_grad
+
+
 def test_flatten_copies_only_what_does_not_lie_so_already() -> None:
     grad = torch.arange(6.0).view(2, 3)
     assert flatten(grad, 0, 2).data_ptr() == grad.data_ptr()

@@ -38,7 +38,7 @@ class Stage:
         self._lanes, self._pid = lanes, os.getpid()
         self._names = tuple(f"network {number}.{half}" for half in range(2))
         with lanes.lane(self._names[0]):
-            memory = torch.empty(2 * CHUNK_BYTES, dtype=torch.uint8, pin_memory=lanes.asynchronous)
+            memory = torch.empty(2 * CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=lanes.asynchronous)
         self._chunks = memory.split(CHUNK_BYTES)
         self._views = [bytes_of(chunk) for chunk in self._chunks]
 
