@@ -1,0 +1,39 @@
+"""A rank's membership in the job of one root, where it cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from support.members import F32, member_of_pool
+from support.on_ranks import on_ranks
+
+from odc.errors import UnsupportedError
+from odc.runtime import member
+from odc.settings import Settings
+
+
+def memory_files() -> int:
+    """How many of them this process has open."""
+    found = 0
+    for one in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += os.readlink(one).startswith("/memfd:")
+    return found
+
+
+@on_ranks(1)
+def test_a_member_that_cannot_be_made_gives_its_memory_back(rank: int, world: int) -> None:
+    before, layout = memory_files(), [[("w", 8, F32)]]
+    with (
+        mock.patch.object(member, "Service", side_effect=UnsupportedError("it cannot listen there")),
+        pytest.raises(UnsupportedError, match="it cannot listen there"),
+        member_of_pool(rank, world, "1.abc", layout, Settings()),
+    ):
+        raise AssertionError("it was made")
+    assert memory_files() == before
+    with member_of_pool(rank, world, "2.abc", layout, Settings()):
+        assert memory_files() > before
