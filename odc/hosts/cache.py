@@ -59,7 +59,11 @@ class NodeCache:
             return  # with hundreds of owners to ask a second check takes milliseconds
         peers = [self._layout.share(owner) for owner in self._owners]
         self._look_ahead(unit.index, epoch)
-        self.reads.bring(((peer, unit) for peer in peers if self._claim(peer, unit, epoch)), epoch)
+        try:
+            self.reads.bring(((peer, unit) for peer in peers if self._claim(peer, unit, epoch)), epoch)
+        except BaseException as error:  # KeyboardInterrupt, too
+            self._fail(error)
+            raise
         for peer in peers:
             cached = peer.cached(unit)
             if cached.load(0) < epoch:
@@ -96,10 +100,10 @@ class NodeCache:
                 if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
                     yield peer, unit
 
-    def _fail(self, error: Exception) -> None:
-        """End the job: the ranks of this host, and this one too, may be waiting for what the thread has claimed."""
+    def _fail(self, error: BaseException) -> None:
+        """End the job: the ranks of this node, and this one too, may wait for what this rank has claimed."""
         if not self._closed:
-            reason = f"{type(error).__name__} in epoch {self._epoch}: {error}"
+            reason = f"{type(error).__name__} in epoch {self._protocol.epoch}: {error}"
             self._protocol.abort(reason, culprit_of(error, self._layout.grid.rank))
 
     def settle(self) -> None:

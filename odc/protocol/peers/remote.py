@@ -91,11 +91,11 @@ class NodeShare:
     # the node cache ----------------------------------------------------------------------------------------------
 
     def claims(self, unit: UnitSpec) -> Words:
-        """Two words: the newest epoch in which a local rank has claimed the member's shard, and 1 + that member."""
+        """Two words: the newest epoch in which a local rank has claimed the member's shard, and the member that has."""
         return words_at(self._heap, self.column, "node/claims", (self.row * self._units + unit.index) * 2, 2)
 
     def cached(self, unit: UnitSpec) -> Words:
-        """One word: the newest epoch whose shard lies in the cache."""
+        """One word: the newest epoch whose shard lies in the cache; 0 while changes are applied to it."""
         return words_at(self._heap, self.column, "node/cached", self.row * self._units + unit.index, 1)
 
     def published_bytes(self, unit: UnitSpec, epoch: int = 0) -> torch.Tensor:
