@@ -60,7 +60,11 @@ class NodeCache:
         self._look_ahead(unit.index, epoch)
         # What is CACHED has been claimed.
         missing = [peer for peer in map(self._layout.share, self._owners) if peer.cached(unit).load(0) < epoch]
-        self.reads.bring(((peer, unit) for peer in missing if self._claim(peer, unit, epoch)), epoch)
+        try:
+            self.reads.bring(((peer, unit) for peer in missing if self._claim(peer, unit, epoch)), epoch)
+        except BaseException as error:  # KeyboardInterrupt, too
+            self._fail(error)
+            raise
         for peer in missing:
             cached = peer.cached(unit)
             if cached.load(0) < epoch:
@@ -97,10 +101,10 @@ class NodeCache:
                 if self._protocol.has_published(owner, epoch) and self._claim(peer, unit, epoch):
                     yield peer, unit
 
-    def _fail(self, error: Exception) -> None:
-        """End the job: the ranks of this host, and this one too, may be waiting for what the thread has claimed."""
+    def _fail(self, error: BaseException) -> None:
+        """End the job: the ranks of this node, and this one too, may wait for what this rank has claimed."""
         if not self._closed:
-            reason = f"{type(error).__name__} in epoch {self._epoch}: {error}"
+            reason = f"{type(error).__name__} in epoch {self._protocol.epoch}: {error}"
             self._protocol.abort(reason, culprit_of(error, self._layout.grid.rank))
 
     def settle(self) -> None:

@@ -117,6 +117,7 @@ class ShardReads:
         # A patch must be applied once: a rank that has given up on this one reads the whole shard, under the lock too.
         with peer.claim_mutex(unit).held(self._layout.settings.timeout_s):
             if peer.cached(unit).load(0) < epoch:
+                peer.cached(unit).store(0, 0)  # until `_announce`: after an error in between it is read whole
                 patching = time.perf_counter()
                 self._layout.patch(unit, _place(peer, unit), packed)
                 self._note_patch(unit, time.perf_counter() - patching)

@@ -1,8 +1,8 @@
 """Accepts connections, on a Unix or a TCP socket, and holds one conversation on each until its end is known.
 
-The reactor drives it and nothing here waits: a silent connection costs one descriptor until its deadline, or until too
-many others are pending. In the abstract namespace a Unix listener has no file permissions, so the conversation has to
-find out whether the other end may be heard.
+The reactor drives it and nothing here waits: a silent connection costs one descriptor until its deadline. While many
+are pending no more are accepted: these wait in the backlog of the kernel. In the abstract namespace a Unix listener has
+no file permissions, so the conversation has to find out whether the other end may be heard.
 """
 
 from __future__ import annotations
@@ -96,11 +96,20 @@ class Listener(Generic[T]):
         reactor.call(self._resume)
 
     def _resume(self) -> None:
-        if self._socket.fileno() >= 0:
+        if self._accepting is None and self._socket.fileno() >= 0:
             self._accepting = self._reactor.on_readable(self._socket.fileno(), self._accept)
+
+    def _stop_accepting(self) -> None:
+        """Leave connections in the backlog, without being woken for them, until `_resume`."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            self._accepting = None
 
     def _accept(self) -> None:
         for _ in range(_MOST_PENDING):
+            if len(self._pending) >= _MOST_PENDING:
+                self._stop_accepting()
+                return
             try:
                 accepted, _ = self._socket.accept()
             except BlockingIOError:
@@ -114,15 +123,12 @@ class Listener(Generic[T]):
             self._take(accepted)
 
     def _pause(self, error: OSError) -> None:
-        """Accept nothing for a moment. What cannot be accepted stays in the backlog and keeps the socket readable, so
-        the loop would be woken for it without end.
-        """
+        """Accept nothing for a moment: the loop would be woken without end for what cannot be accepted."""
         if not self._paused:
             why = remedy(error, str(error))
             _log.warning("listener %s cannot accept connections, which wait: %s", self._name, why)
         self._paused = True
-        if self._accepting is not None:
-            self._accepting.cancel()
+        self._stop_accepting()
         self._reactor.call(self._resume, after_s=ACCEPT_PAUSE_S)
 
     def _take(self, accepted: socket.socket) -> None:
@@ -132,8 +138,6 @@ class Listener(Generic[T]):
         except OSError:
             accepted.close()
             return
-        while len(self._pending) >= _MOST_PENDING:  # the oldest has kept silent for longest
-            self._release(next(iter(self._pending.values()))).close()
         self._pending[accepted.fileno()] = one
         self._advance(one)
 
@@ -143,11 +147,18 @@ class Listener(Generic[T]):
         except BlockingIOError:
             self._wait(one)
         except StopIteration as end:
-            connection = self._release(one)
-            connection.setblocking(True)
-            self._welcome(connection, end.value)
+            self._hand_over(self._release(one), end.value)
         except (OSError, ValueError, RecursionError):  # gone, or not odc's protocol
             self._release(one).close()
+
+    def _hand_over(self, connection: socket.socket, result: T) -> None:
+        try:
+            connection.setblocking(True)
+            self._welcome(connection, result)
+        except OSError as error:
+            connection.close()
+            why = remedy(error, str(error))
+            _log.warning("listener %s ends a connection that it has accepted: %s", self._name, why)
 
     def _wait(self, one: _Pending[T]) -> None:
         to_send = bool(one.unsent)
@@ -175,15 +186,15 @@ class Listener(Generic[T]):
         self._pending.pop(one.connection.fileno(), None)
         if one.waiting is not None:
             one.waiting.cancel()
+        self._resume()  # where too many were pending, or descriptors had run out
         return one.connection
 
     def close(self) -> None:
         """Stop listening and end the conversations; idempotent. Changes nothing that a forked child shares."""
+        self._stop_accepting()
+        self._socket.close()  # first, or a release would resume accepting
         for one in list(self._pending.values()):
             self._release(one).close()
-        if self._accepting is not None:
-            self._accepting.cancel()
-        self._socket.close()
 
 
 def bind_unix(address: str) -> socket.socket:

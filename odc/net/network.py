@@ -6,9 +6,11 @@ The address of a rank's listener is in the job's store (`odc/network/R`, with th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
+import resource
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +48,7 @@ from odc.settings import LOST_AFTER_S, Settings
 _TRIES = 6  # where the other end hangs up during the handshake
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}  # as while a switch fails over
 _LISTENING = ("address", "ports", "secret_file")  # settings that a listener keeps
+_MOST_FILES = 1 << 16  # a hard limit may be a billion, and some programs that a rank starts close every number below it
 _FIXED = (*_LISTENING, "lost_after_s")
 
 Welcome = Callable[[socket.socket, int], None]
@@ -64,6 +67,7 @@ class HostNetwork:
         self._reactor, self._settings, self._torch_store, self._check = reactor, settings, store, check
         self._engine: Engine | None = None
         self._purposes: dict[str, Welcome] = {}
+        _raise_limit_of_files()
         self._listener = self._listen()
 
     def _listen(self) -> Listener[Admitted]:
@@ -190,6 +194,15 @@ class HostNetwork:
             self._engine.close()
 
 
+def _raise_limit_of_files() -> None:
+    """Let this process open as many files as it may need and may: a rank has sockets to the ranks of every host."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may refuse that
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def make_engine(settings: Settings, me: int, dial: Dial, address: str) -> Engine:
     """The engine of rank `me` (global). `address` is this host's, and `dial` connects to other ranks."""
     if settings.memory == "nvshmem" and settings.engine == "auto":
@@ -211,9 +224,10 @@ def dial(
 ) -> socket.socket:
     """A connection of `me`, after the handshake, to `rank`, which listens at `address`; blocking.
 
-    Tried again are a host that cannot be reached, for `lost_after_s`; a rank that hangs up, which may have too many
-    connections pending, a few times; and one that does not answer, which may be stopped, for `timeout_s`. Raises
-    PeerLostError, WaitTimeoutError for the last, and what `check` raises between two tries.
+    Tried again are a host that cannot be reached, for `lost_after_s`; a rank that hangs up, as after its deadline for a
+    handshake, a few times; and one that does not answer, which may be stopped, for `timeout_s`. Raises PeerLostError,
+    WaitTimeoutError for the last, UnsupportedError where this process can open no more sockets, and what `check` raises
+    between two tries.
     """
     who = "reader" if me == READER else f"rank {me}"
     doing = f"connecting to rank {rank}"
@@ -227,6 +241,8 @@ def dial(
             return _admitted(connection, secret, me, rank, purpose)
         except OSError as error:
             if connection is None:
+                if cure := remedy(error, ""):
+                    raise UnsupportedError(f"{where}: {error}; {cure}") from error
                 if error.errno not in _UNREACHABLE or unreachable.passed():
                     hint = "if that is not where this host reaches it, set Settings(address=...) there"
                     raise PeerLostError(f"{where}: {error}; {hint}", culprit=rank) from error

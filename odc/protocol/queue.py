@@ -16,7 +16,7 @@ import torch
 
 from odc.errors import OdcError, UnsupportedError
 from odc.memory import round_up
-from odc.protocol.heap_reader import HeapReader
+from odc.protocol.heap_reader import HeapRead, HeapReader
 from odc.protocol.layout import HeapLayout
 from odc.protocol.packed import PackedMicrobatch, unpack
 from odc.protocol.protocol import HOME, MemberProtocol
@@ -159,20 +159,30 @@ class Queue:
     def _read_order(self) -> list[tuple[int, int, int]]:
         """Every microbatch, costliest first; equal ones by member, then in the order they were offered."""
         rows: list[tuple[float, int, int, int]] = []
-        for member in self._protocol.grid.members:
-            table = self._table(member)
+        for member, table in self._tables().items():
             costs = table[:, 0].contiguous().view(torch.float64).tolist()
             rows += [(-cost, member, *row) for cost, row in zip(costs, table[:, 1:].tolist(), strict=True)]
         return [(member, offset, nbytes) for _, member, offset, nbytes in sorted(rows)]
 
-    def _table(self, member: int) -> torch.Tensor:
-        """int64 [microbatches, _ROW]: what a member offers."""
-        size = self._layout.mine.offers().numel()
-        words = self._copy(member, 0, min(size, _TABLE_BYTES), "what is in the queue").view(torch.int64)
-        end = 1 + _ROW * int(words[0])
-        if end > len(words):
-            words = self._copy(member, 0, 8 * end, "what is in the queue").view(torch.int64)
-        return words[1:end].view(-1, _ROW)
+    def _tables(self) -> dict[int, torch.Tensor]:
+        """int64 [microbatches, _ROW] by member: what each offers."""
+        grid = self._protocol.grid
+        # Every rank reads these now: each begins behind its own place, or all would ask the same member at a time.
+        members = [*grid.members[grid.me + 1 :], *grid.members[: grid.me + 1]]
+        found = self._copy_starts(dict.fromkeys(members, min(self._layout.mine.offers().numel(), _TABLE_BYTES)))
+        ends = {member: 1 + _ROW * int(words[0]) for member, words in found.items()}
+        found |= self._copy_starts({member: 8 * end for member, end in ends.items() if end > len(found[member])})
+        return {member: words[1 : ends[member]].view(-1, _ROW) for member, words in found.items()}
+
+    def _copy_starts(self, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
+        """int64 by member: the first `sizes[member]` bytes of what it offers."""
+        found = {member: torch.empty(nbytes, dtype=torch.uint8) for member, nbytes in sizes.items()}
+        begin, what = recorder().now(), "what is in the queue"
+        self._heaps.read_all([HeapRead(member, "queue", 0, raw, what) for member, raw in found.items()])
+        crossed = sum(nbytes for member, nbytes in sizes.items() if self._protocol.grid.is_remote(member))
+        if crossed:
+            recorder().add(FETCH, begin, unit="queue", nbytes=crossed)
+        return {member: raw.view(torch.int64) for member, raw in found.items()}
 
     def _who(self, epoch: int) -> str:
         return f"rank {self._protocol.grid.rank} (epoch {epoch})"

@@ -287,3 +287,22 @@ def test_a_read_ahead_that_fails_ends_the_job_of_the_ranks_that_wait_for_it(
         with pytest.raises(PeerLostError, match="PeerLostError in epoch 2: rank 16: connection reset") as caught:
             spread.fetch(me, 0)
         assert caught.value.culprit == 16
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_any_error_of_a_read_ends_the_job_of_the_ranks_that_wait_for_it(
+    spread: Spread, error: type[BaseException]
+) -> None:
+    """This rank, too, would wait for itself if it tried again."""
+    spread.publish(5.0)
+
+    def fails(*unused: Any, **options: Any) -> None:
+        raise error
+
+    spread.engines[0].read = fails  # type: ignore[method-assign]
+    with pytest.raises(error):
+        spread.fetch(0, 0)
+    for me in (1, 0):
+        with pytest.raises(PeerLostError, match=f"aborted by rank 10: {error.__name__} in epoch 1") as caught:
+            spread.fetch(me, 0)
+        assert caught.value.culprit == 10

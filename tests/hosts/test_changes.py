@@ -186,6 +186,29 @@ def test_a_rank_that_reads_for_one_that_has_left_takes_the_whole_shard_and_is_no
         weights.expect(spread, 0, 0)
 
 
+def test_changes_whose_announcement_is_interrupted_are_not_applied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch that changes nothing offers the same changes once more."""
+    weights = Weights()
+
+    def interrupted(*unused: object) -> None:
+        raise KeyboardInterrupt
+
+    with two_hosts() as spread:
+        weights.publish(spread)
+        weights.expect(spread, 0, 0)
+        weights.step(1e-5, 1)
+        weights.publish(spread)
+        unit, share = spread.group.units[0], spread.group.layouts[0].share(2)
+        with monkeypatch.context() as patch:
+            patch.setattr("odc.hosts.changes._announce", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                spread.caches[0].reads.bring([(share, unit)], 2)
+        weights.publish(spread)
+        crossed(spread)
+        weights.expect(spread, 0, 0)
+        assert WHOLE_BYTES < crossed(spread) < 2 * WHOLE_BYTES, "one shard whole, of the other the changes"
+
+
 @given(st.data())
 @settings(deadline=None)
 def test_any_order_of_steps_and_fetches_gives_the_published_bits(data: st.DataObject) -> None:

@@ -11,8 +11,9 @@ from support.deferred import late_heaps
 from support.spread import Spread
 
 from odc.errors import PeerLostError
-from odc.protocol import regions, wait
+from odc.protocol import Word, regions, wait
 from odc.protocol.heap_reader import HeapRead
+from odc.protocol.queue import Queue
 
 
 def reads_of(spread: Spread, places: list[torch.Tensor], order: list[object]) -> Iterator[HeapRead]:
@@ -133,3 +134,17 @@ def test_threads_that_share_landings_do_not_wait_for_each_other_for_ever(landing
     for thread in threads:
         thread.join(60)
     assert sorted(ended) == [0, 1]
+
+
+def test_the_tables_of_a_queue_are_read_two_at_a_time() -> None:
+    spread = Spread(queue_bytes=1 << 16)
+    spread.publish()
+    queues = [Queue(member.protocol, heaps) for member, heaps in zip(spread.group.members, spread.heaps, strict=True)]
+    for queue in queues:
+        queue.offer([])
+    spread.mirror(Word.OFFERED)
+    for me in (0, 1):
+        assert queues[me].claim() is None
+        assert [rank for rank, _ in spread.engines[me].reads] == [16, 19]
+        assert spread.engines[me].most == 2
+    spread.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from hypothesis import strategies as st
 from support.extent import up_to
 from support.listeners import ByHand, Family, Tcp, Unix, reactor
 
+from odc.deadlines import Deadline
 from odc.net import listener as module
+from odc.net.handshake import Admitted
 from odc.net.listener import bind_unix, list_listeners
 from odc.net.tcp import bind
 
@@ -72,12 +76,44 @@ def test_a_silent_client_is_disconnected_at_its_deadline(family: Family) -> None
         assert until_closed(silent) == until_closed(half) == b""
 
 
-def test_pending_connections_are_bounded_and_the_oldest_goes_first(family: Family) -> None:
+def test_connections_wait_while_many_are_pending_and_none_of_these_is_ended_for_them(family: Family) -> None:
+    served: list[bool] = []
+    clients = [threading.Thread(target=lambda: served.append(family.succeed()), daemon=True) for _ in range(CLIENTS)]
     with listening(family) as listener, contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(family.connect()) for _ in range(module._MOST_PENDING + 10)]
-        assert family.succeed()
-        assert len(listener._pending) <= module._MOST_PENDING
+        silent = [stack.enter_context(family.connect()) for _ in range(module._MOST_PENDING)]
+        while len(listener._pending) < module._MOST_PENDING:
+            time.sleep(0.001)
+        for client in clients:
+            client.start()
+        time.sleep(0.05)
+        assert not served
+        next(iter(listener._pending.values())).deadline = Deadline(0.0)
+        listener._reactor.call(listener._sweep)
+        for client in clients:  # one after the other
+            client.join()
+        assert served == [True] * CLIENTS
         assert until_closed(silent[0]) == b""
+        for one in silent[1:]:
+            one.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                one.recv(1)
+
+
+def test_a_connection_that_cannot_be_used_is_ended_and_the_loop_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    family, refusing = Tcp(), True
+    welcome = family._welcome
+
+    def without_descriptors(connection: socket.socket, admitted: Admitted) -> None:
+        if refusing:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        welcome(connection, admitted)
+
+    family._welcome = without_descriptors  # type: ignore[method-assign]
+    with listening(family):
+        assert not family.succeed()
+        refusing = False
+        assert family.succeed()
+    assert "ends a connection that it has accepted: raise this process's limit of open files" in caplog.text
 
 
 @given(

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -139,7 +140,7 @@ def test_the_end_of_the_job_ends_a_read_that_asks_a_silent_store(make: Make) -> 
 
 
 def test_a_listener_that_hangs_up_for_once_is_asked_again(make: Make) -> None:
-    """It may have too many connections pending, or this process was stopped in the middle of the handshake."""
+    """This process may have been stopped in the middle of the handshake."""
     store = dist.HashStore()
     one = make(store, 0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -230,6 +231,52 @@ def test_a_rank_that_cannot_listen_learns_what_helps(code: int, cure: str, monke
         UnsupportedError, match=rf"rank 5 cannot listen at 192.0.2.77 \(.*{os.strerror(code)}\); {cure}$"
     ):
         HostNetwork(cast(Reactor, ByHand()), dist.HashStore(), 5, Settings(address="192.0.2.77"))
+
+
+@pytest.mark.parametrize(
+    ("code", "cure"),
+    [
+        (errno.EMFILE, r"raise this process's limit of open files \(ulimit -n\)"),
+        (errno.ENFILE, r"raise this machine's limit of open files \(sysctl fs.file-max\)"),
+    ],
+)
+def test_a_rank_without_descriptors_does_not_blame_the_one_it_connects_to(
+    make: Make, code: int, cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    one = make(store, 0)
+    JobStore(store, 60.0).set(_key(1), json.dumps(["127.0.0.1", 9]))
+
+    def no_socket(*unused: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(socket, "create_connection", no_socket)
+    message = rf"rank 0, connecting to rank 1 at 127.0.0.1:9: .*{os.strerror(code)}; {cure}$"
+    for reach in (lambda: read(one, 1), lambda: one.network.dial(1, "link 0.a")):
+        with pytest.raises(UnsupportedError, match=message) as caught:
+            reach()
+        assert caught.value.culprit is None
+
+
+def test_a_process_that_listens_may_open_as_many_files_as_it_needs_and_its_hard_limit_allows(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        make(dist.HashStore(), 0)
+        enough = hard if 0 < hard < 65_536 else 65_536
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (enough, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+
+        def refuse(*unused: object) -> None:
+            raise ValueError("not allowed to raise maximum limit")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(resource, "setrlimit", refuse)
+            make(dist.HashStore(), 0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @contextlib.contextmanager

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from odc.errors import UnsupportedError
 from odc.memory import device_links
-from odc.net.engines.connections import Answers, no_check
+from odc.net.engines import nixl
+from odc.net.engines.connections import Answers, Check, no_check
 from odc.net.engines.nixl import NixlEngine
 from odc.net.engines.pace import Pace
+
+
+def no_dial(rank: int, check: Check) -> socket.socket:
+    raise AssertionError("nothing is read")
 
 
 @pytest.fixture
@@ -49,3 +56,21 @@ def test_nothing_else_is_flushed(flushed: list[object]) -> None:
     with pytest.raises(ValueError, match="ERR"):
         read(SimpleNamespace(device=torch.device("cuda", 0), numel=lambda: 10), flushed, "ERR")
     assert flushed == ["DONE", "DONE", "ERR"]
+
+
+def test_memory_that_nixl_does_not_register_is_named_by_rank_and_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at a limit of locked memory: what is exposed, and what a read goes into."""
+
+    def register(*unused: object) -> None:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    monkeypatch.setattr(nixl, "_load", lambda address: None)
+    monkeypatch.setattr(nixl, "_agent", lambda api, name: SimpleNamespace(register_memory=register))
+    engine = NixlEngine(3, no_dial, 60.0, "127.0.0.1")
+    memory = torch.empty(10, dtype=torch.uint8)
+    message = r"rank 3: NIXL cannot register 10 bytes of cpu for 'heap' \(NIXL_ERR_BACKEND\); .*engine='sockets'"
+    with pytest.raises(UnsupportedError, match=message):
+        engine.expose("heap", memory)
+    with pytest.raises(UnsupportedError, match=message), engine._registration_of("heap", memory):
+        pass
+    engine.close()

@@ -18,6 +18,7 @@ from support.ranks import RankPool
 
 from odc.errors import OdcError, PeerLostError, UnsupportedError
 from odc.protocol import Outcome, Word
+from odc.protocol.heap_reader import HeapRead, MappedHeaps
 from odc.protocol.queue import Claimed, Queue, progress
 from odc.settings import Settings
 
@@ -183,6 +184,29 @@ def test_costs_decide_the_order_and_ties_go_by_member() -> None:
         queue(group, 0).offer([made(0, 1, 0), made(0, 1, 1)], [-1, 2])
         found = [queue(group, n % 2).claim() for n in range(5)]
         assert [origin(one) for one in found if one] == [(0, 1, 1), (1, 1, 0), (1, 1, 2), (1, 1, 1), (0, 1, 0)]
+
+
+def test_each_member_reads_the_tables_from_behind_its_own_place_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are longer than what is read at first once more."""
+    monkeypatch.setattr("odc.protocol.queue._TABLE_BYTES", 64)
+    tables, read = list[int](), MappedHeaps._read_mapped
+
+    def noted(self: MappedHeaps, one: HeapRead) -> None:
+        if one.offset == 0:
+            tables.append(one.member)
+        read(self, one)
+
+    monkeypatch.setattr(MappedHeaps, "_read_mapped", noted)
+    with group_of(3) as group:
+        group.publish_all()
+        for member, count in enumerate((1, 4, 0)):
+            queue(group, member).offer([made(member, 1, i) for i in range(count)])
+        found = list[Any]()
+        for member, order in enumerate(([1, 2, 0, 1], [2, 0, 1, 1], [0, 1, 2, 1])):
+            found.append(queue(group, member).claim())
+            assert tables == order
+            tables.clear()
+        assert [origin(one) for one in found] == [(1, 1, 3), (1, 1, 2), (1, 1, 1)]
 
 
 def test_what_was_claimed_is_a_copy() -> None:

@@ -141,12 +141,19 @@ class NixlEngine(Engine):
             device_links.flushes_writes(memory.device)  # or it is refused: what is exposed is read into as well
         super().expose(region, memory)
         try:
-            self._registered[region] = memory, self._agent.register_memory([_place(memory)], _kind(memory))
-        except Exception as error:  # NIXL's own errors share no base
+            self._registered[region] = memory, self._register(region, memory)
+        except UnsupportedError:
             super().withdraw(region)
+            raise
+
+    def _register(self, region: str, memory: torch.Tensor) -> Any:
+        """NIXL's registration of memory that is, or is filled from, a region."""
+        try:
+            return self._agent.register_memory([_place(memory)], _kind(memory))
+        except Exception as error:  # NIXL's own errors share no base
             raise UnsupportedError(
-                f"rank {self.me}: NIXL cannot register {memory.numel()} bytes of {memory.device} ({error}); "
-                "Settings(engine='sockets') reads them too"
+                f"rank {self.me}: NIXL cannot register {memory.numel()} bytes of {memory.device} for {region!r} "
+                f"({error}); Settings(engine='sockets') reads them too"
             ) from error
 
     def withdraw(self, name: str) -> None:
@@ -168,7 +175,7 @@ class NixlEngine(Engine):
             return lambda: False
         if not into.numel():
             return lambda: True
-        resources.enter_context(self._registration_of(into))
+        resources.enter_context(self._registration_of(region, into))
         handle = self._transfer(answers, remote, offset, into, resources)
         return functools.partial(self._await, answers, handle, into, time.monotonic())
 
@@ -223,13 +230,13 @@ class NixlEngine(Engine):
         return None if state == "PROC" else state
 
     @contextlib.contextmanager
-    def _registration_of(self, into: torch.Tensor) -> Iterator[None]:
+    def _registration_of(self, region: str, into: torch.Tensor) -> Iterator[None]:
         begin, end = into.data_ptr(), into.data_ptr() + into.numel()
         for memory, _ in list(self._registered.values()):
             if memory.data_ptr() <= begin and end <= memory.data_ptr() + memory.numel():
                 yield
                 return
-        registration = self._agent.register_memory([_place(into)], _kind(into))
+        registration = self._register(region, into)
         try:
             yield
         finally:

@@ -118,9 +118,10 @@ class RegionServer:
             epoll.register(connection, select.EPOLLIN | select.EPOLLONESHOT)
 
     def _begin(self) -> select.epoll:
-        epoll = self._epoll = select.epoll()
+        epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         epoll.register(self._wake, select.EPOLLIN)
+        self._epoll = epoll  # not before: without a descriptor for `_wake` the next connection begins anew
         for i in range(_THREADS):
             thread = threading.Thread(target=self._serve, args=(epoll, self._wake), name=f"odc-reads-{i}", daemon=True)
             self._threads.append(thread)

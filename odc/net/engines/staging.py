@@ -7,6 +7,7 @@ other is on the network. Nothing waits for the whole device.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -35,6 +36,7 @@ class Stage:
     """Two chunks of host memory and the lanes that fill and empty them; for one read at a time, on any thread."""
 
     def __init__(self, lanes: Lanes, number: int) -> None:
+        self.number = number  # names the lanes, which exist for good once they are used
         self._lanes, self._pid = lanes, os.getpid()
         self._names = tuple(f"network {number}.{half}" for half in range(2))
         with lanes.lane(self._names[0]):
@@ -91,7 +93,7 @@ class Stages:
         self._lock = threading.Lock()
         self._lanes: dict[torch.device, Lanes] = {}
         self._free: dict[torch.device, list[Stage]] = {}
-        self._made = 0
+        self._numbers: dict[torch.device, set[int]] = {}  # of stages that are free or lent
 
     def needed(self, memory: torch.Tensor) -> bool:
         """Whether a socket cannot move these bytes."""
@@ -102,6 +104,7 @@ class Stages:
         with self._lock:
             if device not in self._lanes:
                 self._lanes[device], self._free[device] = self._make_lanes(device), []
+                self._numbers[device] = set()
 
     def _make_lanes(self, device: torch.device) -> Lanes:
         from odc.memory.cuda_lanes import CudaLanes
@@ -112,15 +115,29 @@ class Stages:
     def lend(self, device: torch.device) -> Iterator[Stage]:
         """A stage that no other thread uses, for the block."""
         self.prepare(device)
-        with self._lock:
-            stage = self._free[device].pop() if self._free[device] else None
-            self._made += stage is None
-        stage = stage or Stage(self._lanes[device], self._made)
+        stage = self._take(device)
         try:
             yield stage
         finally:
+            # Without the lock, which a thread of the parent may hold when a forked child closes what it has inherited.
             if len(self._free[device]) < _KEPT:
                 self._free[device].append(stage)
+            else:
+                self._numbers[device].remove(stage.number)
+
+    def _take(self, device: torch.device) -> Stage:
+        """One that is free, or a new one, of the lowest number that no other has."""
+        numbers = self._numbers[device]
+        with self._lock:
+            if self._free[device]:
+                return self._free[device].pop()
+            number = next(number for number in itertools.count() if number not in numbers)
+            numbers.add(number)
+        try:
+            return Stage(self._lanes[device], number)
+        except BaseException:
+            numbers.remove(number)
+            raise
 
     def pieces(self, memory: torch.Tensor) -> Generator[memoryview]:
         """As `Stage.pieces`, from a stage that is lent until the last piece was taken."""

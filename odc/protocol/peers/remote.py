@@ -95,11 +95,11 @@ class NodeShare:
     # the node cache ----------------------------------------------------------------------------------------------
 
     def claims(self, unit: UnitSpec) -> Words:
-        """Two words: the newest epoch in which a local rank has claimed the member's shard, and 1 + that member."""
+        """Two words: the newest epoch in which a local rank has claimed the member's shard, and the member that has."""
         return self._words(self._claims, "node/claims", unit, 2)
 
     def cached(self, unit: UnitSpec) -> Words:
-        """One word: the newest epoch whose shard lies in the cache."""
+        """One word: the newest epoch whose shard lies in the cache; 0 while changes are applied to it."""
         return self._words(self._cached, "node/cached", unit, 1)
 
     def _words(self, kept: dict[int, Words], name: str, unit: UnitSpec, count: int) -> Words:
