@@ -27,6 +27,7 @@ NVSHMEM_END_S = 30.0  # for all ranks to end it together, which is tidy and noth
 # Recovery.
 MEMBERS_LEAST_S = 60.0  # for ranks that are there to connect, to read what others keep, to be ready
 LOSS_SHOWS_S, LOSS_POLL_S = 5.0, 0.01  # for the end of a rank to show, after an error that may be its consequence
+ENDED_LONGEST_POLL_S = 0.5  # between two checks in the store whether a generation has ended, while a rank waits
 RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S = 0.25, 30.0  # before a rank is started again that did nothing before
 NCCL_POLL_S = 0.2  # between two checks whether a collective on a device waits for a rank that has ended
 STATE_POLL_S, STATE_LONGEST_POLL_S = 0.001, 0.05  # between two checks whether a rank on another host shows its state

@@ -6,10 +6,13 @@ anew when they are next used.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import nn
 
-from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
+from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S, WORD_SLEEP_S
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import _torch_groups, hooks
 from odc.fsdp.call import join_job, shutdown
@@ -39,6 +42,27 @@ def aborted_by_another() -> bool:
     """Whether a root of this process has learned that another rank has ended the job."""
     found = {root.member.protocol.board.load(Word.ABORT) - 1 for root in live_roots()}
     return bool(found - {-1, dist.get_rank()})
+
+
+def refuse_aborted(doing: str) -> bool:
+    """Raise PeerLostError if a root of this process has learned that the job ends. Returns whether there is one."""
+    roots = live_roots()
+    for root in roots:
+        root.member.protocol.waiter.check(doing)
+    return bool(roots)
+
+
+def await_rank(ready: Callable[[float], bool], rank: int, what: str) -> None:
+    """Wait for `rank` (global) to do `what`; `ready(seconds)`, which may sleep for so long, is true once it has.
+
+    Raises as every wait for that rank in a minibatch does, after the same time without a call of it into odc. Returns
+    at once where no root of this process has that rank.
+    """
+    for root in live_roots():
+        if rank in root.grid.ranks:
+            until, pause = root.member.protocol.waiter.until, functools.partial(ready, WORD_SLEEP_S)
+            until(functools.partial(ready, 0.0), root.grid.ranks.index(rank), what, pause=pause)
+            return
 
 
 def announce_rank(timeout_s: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from odc.errors import OdcError, aborted_by
 from odc.memory import ProcessHandle
@@ -41,9 +41,23 @@ def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
     return kept
 
 
-def await_host(store: JobStore, rank: int, late: str, check: Callable[[], object]) -> str:
-    """The `host_identity` of `rank` once it is announced; arguments and errors as of `JobStore.await_key`."""
-    return str(json.loads(store.await_key(_key(rank), late, culprit=rank, check=check))[2])
+def find_hosts(store: JobStore, ranks: Sequence[int]) -> bool:
+    """Add to `store.hosts` where `ranks` run, up to the first that has not announced it; whether any was added.
+
+    Raises as a JobStore does.
+    """
+    found = store.find_leading([_key(rank) for rank in ranks])
+    store.hosts.update({rank: _host_of(text) for rank, text in zip(ranks, found, strict=False)})
+    return bool(found)
+
+
+def await_host(store: JobStore, rank: int, late: str, check: Callable[[], object]) -> None:
+    """Add to `store.hosts` where `rank` runs once it is announced; arguments and errors as of `JobStore.await_key`."""
+    store.hosts[rank] = _host_of(store.await_key(_key(rank), late, culprit=rank, check=check))
+
+
+def _host_of(announced: bytes) -> str:
+    return str(json.loads(announced)[2])
 
 
 def announce_failure(store: JobStore, reason: str, culprit: int) -> None:

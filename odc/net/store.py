@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -52,6 +52,7 @@ class _StoreConnection:
         self.address, self.pid = store_address(store), os.getpid()
         self.worker = Worker("odc-store")
         self.processes: dict[int, ProcessHandle] = {}  # of global ranks, as far as they are known
+        self.hosts: dict[int, str] = {}  # likewise
         self._clones: list[Any] = []
         weakref.finalize(self, _close_all, self.processes).atexit = False
 
@@ -59,7 +60,10 @@ class _StoreConnection:
         """On the worker's thread: make a call of `store` on the connection."""
         if not self._clones:
             self._clones.append(clone_of(store))
-        return getattr(self._clones[0] or store, name)(*arguments)
+        own = self._clones[0] or store
+        if name == "multi_get" and not own.has_extended_api():  # such as a FileStore
+            return [own.get(key) for key in arguments[0]]
+        return getattr(own, name)(*arguments)
 
 
 def clone_of(store: Any) -> Any:
@@ -133,6 +137,11 @@ class JobStore:
         """Processes of the job by global rank, as far as this process has looked; all users of the store share them."""
         return self._connection.processes
 
+    @property
+    def hosts(self) -> dict[int, str]:
+        """As `processes`, the `host_identity` of each: it stays while the store is the same."""
+        return self._connection.hosts
+
     def within(self, timeout_s: float) -> JobStore:
         """The same store with another deadline, and without `watch`."""
         return JobStore(self, timeout_s, self.rank)
@@ -149,6 +158,21 @@ class JobStore:
         """The value of a key, None if it is not there; for keys that another rank may delete at any time."""
         value = self.compare_set(key, _NOTHING, _NOTHING)  # sets nothing; without the key it returns what was expected
         return None if value == _NOTHING.encode() else value
+
+    def find_leading(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of `keys` up to the first that is not there; for keys that stay once they are set.
+
+        The number of calls grows with the logarithm of the number of keys; it is one if the first is missing.
+        """
+        there, asked, growing = 0, 1, True
+        while asked and there < len(keys):
+            found = self.check(list(keys[there : there + asked]))
+            there, growing = there + asked * found, growing and found
+            asked = 2 * asked if growing else asked // 2
+        if not there:
+            return []
+        values: list[bytes] = self._call("multi_get", [self._prefix + key for key in keys[:there]])
+        return values
 
     def await_key(
         self,

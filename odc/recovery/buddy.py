@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 
-from odc.deadlines import STATE_LONGEST_POLL_S, STATE_POLL_S, Backoff, Deadline
+from odc.deadlines import STATE_LONGEST_POLL_S, STATE_POLL_S, WORD_SLEEP_S, Backoff, Deadline
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.fsdp.minibatch import before_done
-from odc.fsdp.rejoin import host_network
+from odc.fsdp.rejoin import await_rank, host_network, refuse_aborted
 from odc.net.engines import Engine
 from odc.net.network import HostNetwork
-from odc.recovery.generations import Generations
+from odc.recovery.generations import EndWatch, Generations
 from odc.recovery.holdings import Holdings
 from odc.recovery.members import Agreed, Held, Share
 from odc.recovery.slots import Extent, Slots
@@ -46,14 +47,14 @@ def ward_of(hosts: Mapping[int, str], rank: int) -> int | None:
 
 class StateExchange:
     """States that this rank shows to other hosts, and reads there, in one generation. Used by its main thread, but
-    `fetch` by any.
+    `connect` and `fetch` by any.
 
-    Every wait ends with WaitTimeoutError after `timeout_s` in which nothing has come, with PeerLostError if the other
-    rank has gone or left the generation.
+    Every wait ends with WaitTimeoutError after `timeout_s` in which the other rank has not answered, with PeerLostError
+    if it has gone or left the generation, or if this exchange is closed.
     """
 
     def __init__(self, network: HostNetwork, timeout_s: float) -> None:
-        self._network, self._timeout_s, self._closed = network, timeout_s, False
+        self._network, self._closed = network, False
         self._shown: dict[str, Extent] = {}
         self._engine = Engine(
             network.rank, lambda rank, check: network.dial(rank, PURPOSE, check), timeout_s, network.lost_after_s
@@ -83,25 +84,29 @@ class StateExchange:
         """Make a connection to `rank`, which listens."""
         self._listed(rank)
 
-    def fetch(self, holder: int, share: Share, step: int, into: Slots) -> None:
-        """Keep a share of the state after `step` in `into`, once `holder` shows it; returns when it is whole there."""
-        deadline, backoff = Deadline(self._timeout_s), Backoff(STATE_POLL_S, STATE_LONGEST_POLL_S)
-        name = _name(share, step)
+    def fetch(self, holder: int, share: Share, step: int, into: Slots, found: threading.Event) -> None:
+        """Keep a share of the state after `step` in `into`, once `holder` shows it; returns when it is whole there.
+
+        Sets `found` when it is shown, and its bytes begin to come. Until then it waits for as long as `holder` answers,
+        which may compute: a deadline is the caller's, who ends the wait by `close`.
+        """
+        backoff, name = Backoff(STATE_POLL_S, STATE_LONGEST_POLL_S), _name(share, step)
         while (extent := self._listed(holder).get(name)) is None:
-            if self._closed:
-                raise PeerLostError(f"rank {self._network.rank} has left the generation", culprit=holder)
-            if deadline.passed():
-                raise WaitTimeoutError(
-                    f"rank {self._network.rank}, waiting for rank {holder} to show the state of rank {share.rank} "
-                    f"after step {step}: it has not in {self._timeout_s:g} s",
-                    culprit=holder,
-                )
             backoff.sleep()
+        found.set()
         what = f"the state of rank {share.rank} after step {step}"
-        into.receive(step, extent, lambda memory: self._engine.read(holder, name, 0, memory, what=what))
+        check = functools.partial(self._refuse_closed, holder)
+        read = functools.partial(self._engine.read, holder, name, 0, what=what, check=check)
+        into.receive(step, extent, read)
+
+    def _refuse_closed(self, holder: int, doing: str) -> None:
+        if self._closed:
+            text = f"rank {self._network.rank}, {doing}: this rank has left the generation"
+            raise PeerLostError(text, culprit=holder)
 
     def _listed(self, holder: int) -> dict[str, Extent]:
-        found = json.loads(self._engine.ask(holder, _LIST, what="which states it shows"))
+        check = functools.partial(self._refuse_closed, holder)
+        found = json.loads(self._engine.ask(holder, _LIST, what="which states it shows", check=check))
         return {name: Extent(*extent) for name, extent in found.items()}
 
     def close(self) -> None:
@@ -123,10 +128,11 @@ class Buddies:
         self._exchange: StateExchange | None = None
         self._ward = Share(0, -1)
         self._worker, self._job = Worker("odc-buddy"), _settled()
+        self._awaited = -1, "", threading.Event()  # of the job: a rank, what it has to do, and whether it has
 
     def open(self, agreed: Agreed | None) -> None:
         """In a generation that has been entered: show what this rank holds, and read its own share of `agreed` where
-        it has none. Waits for every rank. Raises as `Generations.ready` and `StateExchange.fetch`.
+        it has none. Waits for every rank. Raises as `Generations.ready` and `settle`.
         """
         rank, shown = self._generations.rank, self._generations.presences
         ward = ward_of({one: presence.host for one, presence in shown.items()}, rank)
@@ -139,20 +145,32 @@ class Buddies:
             for step in slots.steps():
                 exchange.show(share, step, slots)
         self._generations.ready("shown", Held([]))
-        exchange.connect(ward)  # now: a root may have the listener move later
+        self._begin(ward, f"rank {ward} to answer", lambda found: exchange.connect(ward))
+        self.settle()  # now: a root may have the listener move later
         if agreed is not None and agreed.layout == own.layout and agreed.step not in self._held.own.steps():
             self._fetch(own, agreed.step, self._held.own)
 
     def fetch(self, share: Share, step: int) -> Slots:
-        """A copy of a share after `step`, which a rank of another host has shown. Waits, as `StateExchange.fetch`."""
+        """A copy of a share after `step`, which a rank of another host has shown. Waits, and raises, as `settle`."""
         return self._fetch(share, step, Slots.create(share))
 
     def _fetch(self, share: Share, step: int, into: Slots) -> Slots:
-        assert self._exchange is not None
         shown = self._generations.presences
         holder = next(one for one in shown if share in shown[one].held and step in shown[one].held[share].steps)
-        self._exchange.fetch(holder, share, step, into)
+        self._begin_fetch(holder, share, step, into)
+        self.settle()
         return into
+
+    def _begin_fetch(self, holder: int, share: Share, step: int, into: Slots) -> None:
+        assert self._exchange is not None
+        what = f"rank {holder} to show the state of rank {share.rank} after step {step}"
+        self._begin(holder, what, functools.partial(self._exchange.fetch, holder, share, step, into))
+
+    def _begin(self, holder: int, what: str, work: Callable[[threading.Event], None]) -> None:
+        """On the worker, what waits for `holder` to do `what`; `work` sets the event once it has."""
+        found = threading.Event()
+        self._awaited, self._job = (holder, what, found), Job(functools.partial(work, found))
+        self._worker.submit(self._job)
 
     def begin(self, agreed: Agreed | None) -> None:
         """Once every rank is ready: hold the ward's slots, with what was agreed on, and show nothing of its layout.
@@ -181,12 +199,28 @@ class Buddies:
         self._exchange.hide(own.layout)  # no rank is done with this step before the last one is whole at all buddies
         self._exchange.show(own, step, self._held.own)
         if step not in ward.steps():
-            self._job = Job(functools.partial(self._exchange.fetch, self._ward.rank, self._ward, step, ward))
-            self._worker.submit(self._job)
+            self._begin_fetch(self._ward.rank, self._ward, step, ward)
 
     def settle(self) -> None:
-        """Wait until the ward's state is whole here that was begun. Raises as `StateExchange.fetch`."""
+        """Wait until what was begun to be read is whole here. Raises as `StateExchange.fetch`, and as soon as this rank
+        knows that the generation ends: PeerLostError, or GenerationOver where no model is in use.
+
+        The rank that has to show it may take as long as in any wait of odc, by the `Settings` of the model; where no
+        model is in use, `patience_s`. After that WaitTimeoutError.
+        """
+        if not self._job.over():
+            self._await(*self._awaited)
         self._job.wait()
+
+    def _await(self, holder: int, what: str, found: threading.Event) -> None:
+        await_rank(lambda seconds: self._job.over(seconds) or found.is_set(), holder, what)
+        one, doing = self._generations, f"waiting for {what}"
+        watch, deadline = EndWatch(one), Deadline(one.patience_s)
+        while not self._job.over(WORD_SLEEP_S):
+            if not refuse_aborted(doing):
+                watch.refuse()
+            if deadline.passed() and not found.is_set():  # the reading has a deadline of its own
+                raise WaitTimeoutError(f"rank {one.rank}, {doing}: it has not in {one.patience_s:g} s", culprit=holder)
 
     def hide_other_layouts(self) -> None:
         """Every rank has what it needs of them."""

@@ -19,13 +19,22 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from odc.deadlines import MEMBERS_LEAST_S, STORE_LEAST_S, STORE_LONGEST_POLL_S, STORE_POLL_S, Backoff, Deadline
+from odc.deadlines import (
+    ENDED_LONGEST_POLL_S,
+    MEMBERS_LEAST_S,
+    STORE_LEAST_S,
+    STORE_LONGEST_POLL_S,
+    STORE_POLL_S,
+    Backoff,
+    Deadline,
+)
 from odc.errors import OdcError, WaitTimeoutError
 from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.memory import ProcessHandle
 from odc.net import JobStore, announce_failure
 from odc.net.announced import failure, host_identity
 from odc.net.store import attempt
+from odc.recovery.arrivals import Arrivals
 from odc.recovery.members import Agreed, Held, MemberList, Presence, Share, newest_common, on_whole_hosts
 
 PREFIX = "odc/recovery/"
@@ -98,16 +107,16 @@ class Generations:
 
     def ready(self, point: str, own: Held) -> dict[int, Held]:
         """Wait until every rank has come to a point; returns what each has shown there. Raises as `enter` does."""
-        self._store.set(f"{self.generation}/{point}/{self.rank}", json.dumps(asdict(own)))
-        found: dict[int, Held] = {}
-        wait = _Wait(self, self.patience_s)
+        prefix, ranks, watch = f"{self.generation}/{point}/", range(self.world), EndWatch(self)
+        self._store.set(f"{prefix}{self.rank}", json.dumps(asdict(own)))
+        arrivals = Arrivals(self._store, prefix, lambda rank, text: Held(**json.loads(text)), self.patience_s)
+        found = arrivals.found
         while True:
-            for rank in [rank for rank in range(self.world) if rank not in found]:
-                if (text := self._store.find(f"{self.generation}/{point}/{rank}")) is not None:
-                    found[rank] = Held(**json.loads(text))
+            arrivals.look(ranks)
             if len(found) == self.world:
                 return found  # whoever has ended since: after the last point of a job processes do
-            if wait.over(len(found)):
+            watch.refuse()
+            if arrivals.late(ranks):
                 missing = [place for rank, place in enumerate(self.members.places) if rank not in found]
                 raise self._late(missing, self.patience_s)
 
@@ -163,13 +172,20 @@ class Generations:
         """Whether a newer generation has begun."""
         return self._newest() > self.generation
 
+    def lost_here(self) -> int | None:
+        """As `culprit`, as far as processes of this host show it. Asks no store."""
+        dead = [place for place, process in self._processes.items() if not process.alive()]
+        if not dead:
+            return None
+        return self.members.places.index(dead[0]) if dead[0] in self.members.places else -1
+
     def culprit(self, watch: Callable[[], object] = lambda: None) -> int | None:
         """The rank that has ended this generation, -1 where that is not known; None while it goes on.
 
         `watch` is called while the store does not answer, and may raise to end that wait.
         """
-        if dead := [place for place, process in self._processes.items() if not process.alive()]:
-            return self.members.places.index(dead[0]) if dead[0] in self.members.places else -1
+        if (lost := self.lost_here()) is not None:
+            return lost
         if (found := failure(self._of_group(watch))) is not None:  # also of a rank on another host
             return found[0]
         watched = JobStore(self._store, self._store.timeout_s, self.place, watch=watch)
@@ -219,19 +235,17 @@ class Generations:
 
     def _gather(self) -> dict[int, Presence]:
         """What all that have come show, by place, once it is decided who takes part: sets `members`."""
-        expected = self._expected()
-        shown: dict[int, Presence] = {}
+        expected, places = self._expected(), range(self._places)
         # Processes start and import at their own pace: only who has taken part is missed after `timeout_s`.
         timeout_s = self.patience_s if self.may_shrink and not self._store.check(["members"]) else self._timeout_s
-        wait = _Wait(self, timeout_s)
+        arrivals = Arrivals(self._store, f"{self.generation}/present/", self._see, timeout_s)
+        shown, watch = arrivals.found, EndWatch(self)
         while True:
-            for place in [place for place in range(self._places) if place not in shown]:
-                if (text := self._store.find(f"{self.generation}/present/{place}")) is not None:
-                    shown[place] = Presence.decode(text)
-                    self._watch(place, shown[place])
+            members = self._decided(self.generation)
+            arrivals.look(dict.fromkeys((*expected, *places)) if members is None else members.places)
             if not self.may_shrink and len(shown) == self._places:
                 return shown
-            if self.may_shrink and (members := self._decided(self.generation)) is not None:
+            if members is not None:
                 if self.place in members.places:
                     self.members = members
                     self._store.set("members", members.encode())
@@ -243,8 +257,10 @@ class Generations:
                     self.leave()
                     raise GenerationOver
             elif self.may_shrink and shown.keys() >= {*expected}:
+                arrivals.look(places, each=True)  # any process that joins, too
                 self._decide(shown)
-            if wait.over(len(shown)):
+            watch.refuse()
+            if arrivals.late(places):
                 if not self._can_do_with(shown):
                     raise self._late([place for place in expected if place not in shown], timeout_s)
                 self._decide(shown)
@@ -341,25 +357,29 @@ class Generations:
             culprit=missing[0],
         )
 
-    def _watch(self, place: int, presence: Presence) -> None:
+    def _see(self, place: int, text: bytes) -> Presence:
+        """What the process with a place shows; from now on its end is seen, if it is of this host."""
+        presence = Presence.decode(text)
         if place != self.place and presence.host == host_identity():
             self._processes[place] = ProcessHandle(presence.pid)
+        return presence
 
 
-class _Wait:
-    """A wait for others of a generation, whose deadline begins anew whenever one has come."""
+class EndWatch:
+    """Checks again and again whether a generation has ended: the processes of this host each time, the store, which
+    serves all ranks of the job, at pauses that grow. On the main thread.
+    """
 
-    def __init__(self, generations: Generations, timeout_s: float) -> None:
+    def __init__(self, generations: Generations) -> None:
         self._generations = generations
-        self._deadline = Deadline(timeout_s, 0)
-        self._backoff = Backoff(STORE_POLL_S, STORE_LONGEST_POLL_S, growth=1.2)
+        self._pauses, self._pause = Backoff(STORE_POLL_S, ENDED_LONGEST_POLL_S), Deadline(0.0)
 
-    def over(self, found: int) -> bool:
-        """Sleep a while; whether the deadline has passed. GenerationOver if the generation is."""
-        if self._generations.culprit() is not None:
+    def refuse(self) -> None:
+        """Raise GenerationOver if it has; then the next one begins."""
+        lost = self._generations.lost_here()
+        if lost is None and self._pause.passed():
+            lost = self._generations.culprit()
+            self._pause = Deadline(self._pauses.advance())
+        if lost is not None:
             self._generations.leave()
             raise GenerationOver
-        if self._deadline.passed(found):
-            return True
-        self._backoff.sleep()
-        return False

@@ -25,7 +25,7 @@ from odc.errors import OdcError, PeerLostError, WaitTimeoutError
 from odc.fsdp._torch_groups import abort_nccl, keep_for_ever
 from odc.fsdp.rejoin import aborted_by_another, announce_rank
 from odc.net.store import clone_of
-from odc.recovery.generations import PREFIX, GenerationOver, Generations
+from odc.recovery.generations import PREFIX, EndWatch, GenerationOver, Generations
 from odc.worker import Job, in_background
 
 
@@ -107,14 +107,12 @@ def make_group(store: Any, generations: Generations, device: torch.device | None
 
 
 def _await_connected(generations: Generations, device: torch.device | None) -> None:
-    rank = generations.rank
+    rank, watch = generations.rank, EndWatch(generations)
     connected = Job(functools.partial(_connect, generations.world, device))
     in_background("odc-connect", connected.run)
     deadline = Deadline(generations.patience_s)
     while not connected.over(LOSS_POLL_S):
-        if generations.culprit() is not None:
-            generations.leave()
-            raise GenerationOver
+        watch.refuse()
         if deadline.passed():
             raise WaitTimeoutError(
                 f"rank {rank}, in generation {generations.generation}, connecting to all ranks for torch's "

@@ -283,9 +283,9 @@ class Recovery:
         self._held.own.forget_after(-1)  # of a division that was given up
         self._keep()
         self._shown.gone_back(self.step)
-        if self._buddies is not None:
-            self._buddies.settle()
         try:
+            if self._buddies is not None:
+                self._buddies.settle()
             self._generations.ready("divided", Held([]))  # from here on the former layout is not needed
         except WaitTimeoutError as error:  # a process that joins takes long to build its model, or has hung
             self._generations.leave()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from odc.errors import OdcError, PeerLostError, culprit_of
 from odc.hosts.links import Links
-from odc.net.announced import await_host, host_identity, refuse_failure
+from odc.net.announced import await_host, find_hosts, host_identity, refuse_failure
 from odc.net.engines import Engine
 from odc.net.handshake import export_purpose
 from odc.net.host_link import HostLink
@@ -41,8 +41,11 @@ def locate(store: JobStore, grid: RankGrid) -> RankGrid:
     Waits until every rank has called `fully_shard`, or made an exchange. Raises as a JobStore does, WaitTimeoutError if
     a rank does not come up within the store's timeout, and PeerLostError if one has ended with an error instead.
     """
-    here = host_identity()
-    found = [here if rank == grid.rank else _await_host(store, rank, grid.rank) for rank in grid.ranks]
+    here, known = host_identity(), store.hosts
+    while missing := [rank for rank in grid.ranks if rank != grid.rank and rank not in known]:
+        if not find_hosts(store, missing):
+            _await_host(store, missing[0], grid.rank)
+    found = [here if rank == grid.rank else known[rank] for rank in grid.ranks]
     if len(set(found)) == 1:
         return grid
     return dataclasses.replace(grid, hosts=parts_of(found))
@@ -61,13 +64,13 @@ def parts_of(hosts: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _await_host(store: JobStore, rank: int, me: int) -> str:
+def _await_host(store: JobStore, rank: int, me: int) -> None:
     doing = f"rank {me}, waiting for rank {rank} to come up"
     late = (
         f"{doing}: it has not called fully_shard in {store.timeout_s:g} s, nor made an exchange; every rank of the "
         "mesh must shard the same modules"
     )
-    return await_host(store, rank, late, lambda: refuse_failure(store, doing))
+    await_host(store, rank, late, lambda: refuse_failure(store, doing))
 
 
 class HostConnections:

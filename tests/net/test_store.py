@@ -178,6 +178,60 @@ class TestAwaitKey:
             JobStore(silent, 0.2).await_key("a", "rank 3 is late", culprit=3, timeout_s=600.0)
 
 
+class Counting:
+    """A store of this process without `clone`; `calls` names those that are made of it."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw, self.calls = raw, list[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("clone", "underlying_store"):
+            raise AttributeError(name)
+        if name in ("check", "get", "compare_set", "multi_get"):
+            self.calls.append(name)
+        return getattr(self._raw, name, None)
+
+
+class TestFindLeading:
+    @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+    def test_gives_the_values_up_to_the_first_key_that_is_not_there(self, kind: str, tmp_path: Path) -> None:
+        made: dict[str, Callable[[], Any]] = {
+            "hash": dist.HashStore,
+            "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+            "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        }
+        raw = made[kind]()
+        raw.set_timeout(timedelta(seconds=600))
+        store, keys = JobStore(dist.PrefixStore("job", raw), 600.0, prefix="mine/"), [str(i) for i in range(9)]
+        assert store.find_leading([]) == store.find_leading(keys) == []
+        for i, key in enumerate(keys):
+            store.set(key, f"value {i}")
+            assert store.find_leading(keys) == [b"value %d" % j for j in range(i + 1)]
+        store.delete_key("4")
+        for first in range(4):
+            assert store.find_leading(keys[first:]) == [b"value %d" % j for j in range(first, 4)]
+
+    def test_takes_few_calls_however_many_keys_there_are(self) -> None:
+        raw = Counting(dist.HashStore())
+        store, keys = JobStore(raw, 60.0), [str(i) for i in range(512)]
+        assert not store.find_leading(keys)
+        assert raw.calls == ["check"]
+        for key in keys:
+            store.set(key, key)
+        raw.calls.clear()
+        assert len(store.find_leading(keys)) == 512
+        assert raw.calls == ["check"] * 10 + ["multi_get"]
+
+    def test_the_watch_and_the_deadline_end_it(self, silent: Silent) -> None:
+        def watch() -> None:
+            raise PeerLostError("the job was aborted")
+
+        with pytest.raises(PeerLostError, match="the job was aborted"):
+            JobStore(silent, 600.0, watch=watch).find_leading(["a"])
+        with pytest.raises(WaitTimeoutError, match="store has not answered"):
+            JobStore(silent, 0.2).find_leading(["a"])
+
+
 def host_a_store(rank: int, world: int) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     report(store.port)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from odc.deadlines import ENDED_LONGEST_POLL_S
 from odc.errors import OdcError, WaitTimeoutError
 from odc.fsdp import default_store
 from odc.fsdp._torch_groups import DEFAULT_PREFIX
 from odc.net import JobStore, announce_failure
 from odc.net.announced import failure
+from odc.recovery import arrivals, process_group
 from odc.recovery import generations as module
-from odc.recovery.generations import GenerationOver, Generations
+from odc.recovery.generations import EndWatch, GenerationOver, Generations
 from odc.recovery.members import Agreed, Held, MemberList, NothingKeptError, Presence, Share, newest_common
 
 HERE = "this host"
@@ -256,3 +259,121 @@ def test_ranks_that_have_ended_since_the_job_was_over_are_not_lost(store: Any, m
     ranks[0].finish()
     with pytest.raises(OdcError, match="the job has kept its last step, and is over"):
         enter(Generations(store, 1, 2, 10.0))
+
+
+class Calls:
+    """The calls that any `JobStore` makes of its store, by name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        call = JobStore._call
+
+        def counted(store: JobStore, name: str, *arguments: Any) -> Any:
+            self.made.append(name)
+            return call(store, name, *arguments)
+
+        monkeypatch.setattr(JobStore, "_call", counted)
+
+
+class Pauses:
+    """In the place of `Deadline` where a generation's end is checked: `passed` are its answers, one after the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, passed: Callable[[], bool]) -> None:
+        self.seconds: list[float] = []
+
+        def made(seconds: float) -> Any:
+            self.seconds.append(seconds)
+            return SimpleNamespace(passed=passed)
+
+        monkeypatch.setattr(module, "Deadline", made)
+
+
+class Ending:
+    """A generation that ends at the `last` check of this host's processes; counts them, and those of the store."""
+
+    rank, world, generation, patience_s = 0, 2, 0, 600.0
+
+    def __init__(self, last: int) -> None:
+        self._last, self.here, self.anywhere, self.left = last, 0, 0, False
+
+    def lost_here(self) -> int | None:
+        self.here += 1
+        return 1 if self.here == self._last else None
+
+    def culprit(self) -> int | None:
+        self.anywhere += 1
+        return None
+
+    def leave(self) -> None:
+        self.left = True
+
+
+def test_ranks_that_wait_for_each_other_ask_the_store_few_times(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 processes the first is late: neither does the number of calls of a check grow with theirs, nor that of all
+    that show what they hold at last.
+    """
+    one, there = Generations(store, 255, 256, 600.0), Presence(os.getpid(), HERE, {})
+    for place in range(1, 255):
+        store.set(f"{module.PREFIX}0/present/{place}", there.encode())
+    polls, calls, pauses = list[float](), Calls(monkeypatch), Pauses(monkeypatch, lambda: len(pauses.seconds) == 1)
+
+    def late(backoff: arrivals.Backoff) -> None:
+        polls.append(1.0)
+        if len(polls) == 30:
+            store.set(f"{module.PREFIX}0/present/0", there.encode())
+
+    monkeypatch.setattr(arrivals.Backoff, "sleep", late)
+    assert len(enter(one)) == 256
+    assert len(polls) == 30
+    assert len(calls.made) < 60, "30 checks of the first key, 9 of the others', and some before and after"
+    assert calls.made.count("multi_get") == 1
+
+
+def test_a_rank_that_has_come_after_one_that_is_missing_is_seen_at_the_deadline(store: Any) -> None:
+    """It is no missing one, and the deadline begins anew; rank 0 alone does not come."""
+    one = Generations(store, 1, 4, 0.2)
+    looked = list[int]()
+    see = one._see
+
+    def seen(place: int, text: bytes) -> Presence:
+        looked.append(place)
+        return see(place, text)
+
+    one._see = seen  # type: ignore[method-assign]
+    for place in (2, 3):
+        store.set(f"{module.PREFIX}0/present/{place}", presence({}).encode())
+    with pytest.raises(WaitTimeoutError, match=r"waiting for ranks \[0\] to meet"):
+        enter(one)
+    assert looked == [1, 2, 3]
+
+
+def test_a_process_that_joins_takes_part_though_another_has_not_come(store: Any) -> None:
+    """Places 0 and 1 took part last; 3 has come to join, 2 has not."""
+    store.set(module.PREFIX + "members", MemberList(0, (0, 1)).encode())
+    store.set(f"{module.PREFIX}0/present/3", Presence(os.getpid(), module.host_identity(), {}).encode())
+    ranks = [Generations(store, place, 4, 30.0, fewest=1) for place in (0, 1)]
+    in_threads(*(lambda one=one: enter(one) for one in ranks))
+    assert [one.members.places for one in ranks] == [(0, 1, 3)] * 2
+
+
+def test_the_end_of_a_generation_is_looked_for_in_the_store_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, pauses = Ending(40), Pauses(monkeypatch, lambda: True)
+    generations: Any = ending
+    watch = EndWatch(generations)
+    for _ in range(39):
+        watch.refuse()
+    assert (ending.here, ending.anywhere) == (39, 39)
+    assert pauses.seconds == sorted(pauses.seconds) and pauses.seconds[-1] == ENDED_LONGEST_POLL_S
+    with pytest.raises(GenerationOver):
+        watch.refuse()
+    assert ending.left and ending.anywhere == 39, "the end of a process of this host shows without the store"
+
+
+def test_ranks_that_connect_check_processes_more_often_than_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    ending, pauses, release = Ending(20), Pauses(monkeypatch, lambda: len(pauses.seconds) == 1), threading.Event()
+    monkeypatch.setattr(process_group, "_connect", lambda world, device: release.wait(60))
+    generations: Any = ending
+    with pytest.raises(GenerationOver):
+        process_group._await_connected(generations, None)
+    release.set()
+    assert ending.left and (ending.here, ending.anywhere) == (20, 1)

@@ -43,6 +43,26 @@ def test_hosts_are_numbered_alike_by_every_rank() -> None:
     assert locate(one, RankGrid((1, 0), 2, 1)).hosts == (0, 1)
 
 
+def test_the_hosts_of_many_ranks_are_found_in_few_calls_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's store serves all ranks from one thread, and each root and arena of each rank asks for the hosts."""
+    one, calls, ranks = store(), list[str](), tuple(range(512))
+    for rank in ranks[1:]:
+        pretend(one, rank, f"host {rank // 8}")
+    call = JobStore._call
+
+    def counted(self: JobStore, name: str, *arguments: object) -> object:
+        calls.append(name)
+        return call(self, name, *arguments)
+
+    monkeypatch.setattr(JobStore, "_call", counted)
+    found = locate(one, RankGrid(ranks, 512, 0))
+    assert len(calls) < 15
+    assert (one.hosts[1], one.hosts[511]) == ("host 0", "host 63")
+    calls.clear()
+    assert locate(one.within(5.0), RankGrid(ranks, 512, 0)) == found
+    assert not calls
+
+
 @pytest.mark.parametrize(
     ("hosts", "parts"),
     [
