@@ -58,6 +58,7 @@ class SilentStore:
 def silent_once_a_rank_is_lost(rank: int = 0) -> Iterator[SilentStore]:
     """A silent store of `rank`, in a process whose daemon knows that rank 1 has died. Some error must end its calls."""
     store = SilentStore()
+    stop_daemon()  # of an earlier test, perhaps of another rank
     daemon(rank).liveness.report(Loss(1, 1, "rank 1 died"))
     try:
         yield store
