@@ -12,7 +12,7 @@
 #   TESTS="tests/fsdp ..."   what test-torch runs (the CPU tests of fsdp, runtime, protocol, hosts, memory and experiments)
 #   SUITE=pytorch/test/...   for test-fsdp2: test/distributed/_composable/fsdp of a pytorch source tree of that version
 #   ARGS="-k fetch -x"       added to the command of demo, test and bench; with any, bench leaves out its scripts
-#   JOBS=2                   processes that test and test-all run tests in; 0 runs them in pytest itself (for --pdb)
+#   JOBS=2                   processes that tests run in, but for those of vLLM; 0 runs them in pytest itself (for --pdb)
 #   RESULTS=bench/results    where bench stores tables and JSON (runs/bench)
 
 PYTHON ?= python3
@@ -65,7 +65,7 @@ test-all: $(READY)  ## run all tests: every combination, kernels for three GPU g
 # The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too. A whole RL
 # run takes minutes: ARGS="--extent all" has more of them.
 test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of NIXL with the real libraries
-	$(ON_CPU) .venv-trl/bin/python -m pytest tests/integrations/test_transformers.py \
+	$(ON_CPU) .venv-trl/bin/python -m pytest $(SPREAD) tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_transformers_loss.py \
 	    tests/integrations/test_transformers_pieces.py tests/integrations/test_trl.py \
 	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py \
@@ -78,7 +78,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/contracts/test_engines.py tests/doctor/test_probes.py \
 	    tests/handover/test_hosts.py -k "nixl or network" --installed nixl_cu13 $(ARGS)
 	$(ON_CPU) .venv-nvshmem/bin/python -m pytest tests/kernels/test_compile.py -k linked $(ARGS)
-	$(ON_CPU) .venv-integrations/bin/python -m pytest tests/integrations \
+	$(ON_CPU) .venv-integrations/bin/python -m pytest $(SPREAD) tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
 	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_transformers_loss.py \
 	    --ignore tests/integrations/test_transformers_pieces.py --ignore tests/integrations/test_accelerate.py \
@@ -114,7 +114,7 @@ test-gpu: $(READY)  ## run the tests that need a CUDA device (one is enough: ran
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu $(ARGS)
 
 test-emulated: .venv-torch-$(EMULATED_TORCH)/.emulated build/emulated/$(EMULATED_TORCH)/libemulated_operators.so  ## run those tests without a GPU, CUDA emulated, with torch 2.11.0 or TORCH=2.15.0 (once: downloads some GB)
-	TORCH=$(EMULATED_TORCH) tests/emulated/run.sh python -m pytest -m gpu $(EMULATED_TESTS) -p emulated_session $(ARGS)
+	TORCH=$(EMULATED_TORCH) tests/emulated/run.sh python -m pytest $(SPREAD) -m gpu $(EMULATED_TESTS) -p emulated_session $(ARGS)
 
 test-orders: .venv-torch-$(EMULATED_TORCH)/.emulated build/emulated/$(EMULATED_TORCH)/libemulated_operators.so  ## run them while every access to device memory is judged; take each order of the protocol out (an hour)
 	TORCH=$(EMULATED_TORCH) tests/emulated/run.sh python -m pytest -m gpu tests/gpu -p emulated_session -p ordered_session $(ARGS)
