@@ -176,7 +176,7 @@ class Queue:
 
     def _copy_starts(self, sizes: Mapping[int, int]) -> dict[int, torch.Tensor]:
         """int64 by member: the first `sizes[member]` bytes of what it offers."""
-        found = {member: torch.empty(nbytes, dtype=torch.uint8) for member, nbytes in sizes.items()}
+        found = {member: torch.empty(nbytes, dtype=torch.uint8, device="cpu") for member, nbytes in sizes.items()}
         begin, what = recorder().now(), "what is in the queue"
         self._heaps.read_all([HeapRead(member, "queue", 0, raw, what) for member, raw in found.items()])
         crossed = sum(nbytes for member, nbytes in sizes.items() if self._protocol.grid.is_remote(member))
