@@ -64,8 +64,8 @@ def mutex(module: ModuleType) -> None:
     """Robust mutexes."""
 
     def acquire(real: Callable[..., None]) -> Callable[..., None]:
-        def run(self: Any, timeout_s: float) -> None:
-            real(self, timeout_s)
+        def run(self: Any, *given: Any) -> None:
+            real(self, *given)
             note(ACQUIRE, self._address, 0, LOCK, site())
 
         return run
