@@ -72,7 +72,7 @@ def fully_shard(
 
     Args:
         module: a module, or several to be one unit.
-        mesh: 1-D (sharded) or 2-D (replicated x sharded), cpu or cuda; None: the world, as torch on cuda if it can be.
+        mesh: 1-D (sharded) or 2-D (replicated x sharded), cpu or cuda; None: the world, on cuda if available, as torch.
         reshard_after_forward: as torch; a number of ranks is taken as True (there is no gather over fewer ranks).
         shard_placement_fn: as torch; may return `Shard(dim)`, all on the same mesh.
         offload_policy: only torch's default.

@@ -91,8 +91,8 @@ class WeightHandle:
     lie in that file, too; `left_out` names what the state dict holds and no rank publishes: buffers, and
     parameters that are not sharded; `secret`, in hex, admits to the listeners and is "" if there are none;
     `units` are in the order of their numbers, and the words of their versions at `versions`, where the job packs what
-    has changed, by kernels or, without `kernels`, on the CPU; else there are none. The words are in the part of the
-    heap whose name ends in `words`.
+    has changed, by kernels or, without `kernels`, on the CPU; else there are none. `words` names the part of the heap
+    that holds words, and is "" where that is the one with the data.
     """
 
     root: str

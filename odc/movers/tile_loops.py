@@ -1,4 +1,6 @@
-"""The inner loop of `odc.movers.tiles`, which numba compiles. It calls nothing but numpy, and branches on no word."""
+"""The inner loop of `odc.movers.tiles`, which numba compiles. It calls nothing but numpy; words that stay or move by
+one take no branch.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ the wait for the published shards covers: nothing waits for a size. `HeapLayout.
 Under `changes="auto"` they always pack: that reads a published shard once more than publishing does, where the step of
 the optimizer before it has moved several times as many bytes of that shard. What may not pay is the wait of a patch.
 
-How much there is to write is known only when it is written. So a unit's region of changes is used as a whole, or, while
-its changes are few, as as many equal slots as versions are kept for readers outside the job.
+How much there is to write is known only when it is written. So a unit's changes have all of its region, or, while they
+are few, one of its equal slots, of which there are as many as versions are kept for readers outside the job.
 """
 
 from __future__ import annotations

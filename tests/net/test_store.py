@@ -73,9 +73,8 @@ def test_ranks_that_torchrun_has_started_again_have_keys_of_their_own(
     assert store.check(["a/kept"])
 
 
-@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
-def test_a_key_that_is_not_there_is_found_missing_at_once(kind: str, tmp_path: Path) -> None:
-    """And stays missing: torch's own `get` would wait for it, and with it every other call of this process."""
+def store_of(kind: str, tmp_path: Path) -> Any:
+    """A store of torch, behind a prefix; its calls may wait for long."""
     made: dict[str, Callable[[], Any]] = {
         "hash": dist.HashStore,
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
@@ -83,7 +82,13 @@ def test_a_key_that_is_not_there_is_found_missing_at_once(kind: str, tmp_path: P
     }
     raw = made[kind]()
     raw.set_timeout(timedelta(seconds=600))
-    store = JobStore(dist.PrefixStore("job", raw), 600.0, 3)
+    return dist.PrefixStore("job", raw)
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
+def test_a_key_that_is_not_there_is_found_missing_at_once(kind: str, tmp_path: Path) -> None:
+    """And stays missing: torch's own `get` would wait for it, and with it every other call of this process."""
+    store = JobStore(store_of(kind, tmp_path), 600.0, 3)
     assert store.find("a") is None
     assert not store.check(["a"]), "to look for a key must not make it"
     for value in ("", "1"):
@@ -195,14 +200,7 @@ class Counting:
 class TestFindLeading:
     @pytest.mark.parametrize("kind", ["hash", "file", "tcp"])
     def test_gives_the_values_up_to_the_first_key_that_is_not_there(self, kind: str, tmp_path: Path) -> None:
-        made: dict[str, Callable[[], Any]] = {
-            "hash": dist.HashStore,
-            "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
-            "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
-        }
-        raw = made[kind]()
-        raw.set_timeout(timedelta(seconds=600))
-        store, keys = JobStore(dist.PrefixStore("job", raw), 600.0, prefix="mine/"), [str(i) for i in range(9)]
+        store, keys = JobStore(store_of(kind, tmp_path), 600.0, prefix="mine/"), [str(i) for i in range(9)]
         assert store.find_leading([]) == store.find_leading(keys) == []
         for i, key in enumerate(keys):
             store.set(key, f"value {i}")
