@@ -67,9 +67,10 @@ test-all: $(READY)  ## run all tests: every combination, kernels for three GPU g
 test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of NIXL with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest $(SPREAD) tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_transformers_loss.py \
-	    tests/integrations/test_transformers_pieces.py tests/integrations/test_trl.py \
-	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py \
-	    tests/integrations/test_examples.py tests/integrations/test_train.py \
+	    tests/integrations/test_transformers_pieces.py tests/integrations/test_transformers_order.py \
+	    tests/integrations/test_transformers_checkpoints.py \
+	    tests/integrations/test_transformers_evaluation.py tests/integrations/test_trl.py \
+	    tests/integrations/test_trl_preferences.py tests/integrations/test_accelerate.py tests/integrations/test_train.py \
 	    tests/integrations/test_trainer_recovery.py \
 	    tests/simulate/test_lengths.py::test_a_datasets_folder \
 	    tests/experiments/data/test_sources.py::test_datasets_folder \
@@ -81,7 +82,8 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	$(ON_CPU) .venv-integrations/bin/python -m pytest $(SPREAD) tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
 	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_transformers_loss.py \
-	    --ignore tests/integrations/test_transformers_pieces.py --ignore tests/integrations/test_accelerate.py \
+	    --ignore tests/integrations/test_transformers_pieces.py \
+	    --ignore tests/integrations/test_transformers_checkpoints.py --ignore tests/integrations/test_accelerate.py \
 	    --ignore tests/integrations/test_examples.py --ignore tests/integrations/test_train.py \
 	    --ignore tests/integrations/test_trainer_recovery.py \
 	    --installed accelerate,ray,transformers,verl $(ARGS)

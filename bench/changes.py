@@ -1,7 +1,8 @@
 """Fine-tuning on two hosts, which read each other's shards whole or as their changes: bytes and seconds of a step.
 
 Run as root, as `OMP_NUM_THREADS=1 python -m bench.changes --results bench/results`, on a machine with nothing else to
-do (ten minutes on two cores). Hosts are network namespaces of this machine; both ends of the link are limited by `tbf`.
+do (a quarter of an hour on two cores). Hosts are network namespaces of this machine; both ends of the link are limited
+by `tbf`.
 
 A Qwen2 of 36M parameters, in bf16 with fp32 shards, is trained on the sources of Python's standard library: first some
 steps at a high rate, then at each rate of the table, by AdamW. Every arm trains a model of its own, and all take their
@@ -156,11 +157,11 @@ def rows_of(link: str, given: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     with Hosts(2) as hosts:
+        if link != "none":
+            hosts.shape(link)  # before the first step: `auto` takes up to 64 of them to see that a link has changed
         pool = HostPool(hosts, given.per_host)
         arms = (*ARMS, *LORA[: 0 if given.no_lora else None])
         sizes = {arm: pool.run(build, arm, ids, given.tokens, given.warmup)[0] for arm in arms}
-        if link != "none":
-            hosts.shape(link)
         for rate in RATES:
             found: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
             for repeat in range(_BEFORE + given.repeats):

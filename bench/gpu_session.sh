@@ -7,9 +7,10 @@
 #   bench/gpu_session.sh 4     a 0.5B model trained by odc and by FSDP2; pushes beside a busy peer; odc bench
 #   bench/gpu_session.sh all   one after the other
 #
-# It runs out of a checkout with the torch, triton and pytest that PYTHON (python3) has; nothing is installed or
-# downloaded. A log of each part and the figures go to RESULTS (runs/gpu); figures are written one by one, so a step that
-# is cut off keeps what it measured. Every part has a time limit, and a part that fails stops no other.
+# It runs out of a checkout with the torch, triton, pytest, pytest-timeout and hypothesis that PYTHON (python3) has, and
+# trains where that has transformers as well; nothing is installed or downloaded. A log of each part and the figures go
+# to RESULTS (runs/gpu); figures are written one by one, so a step that is cut off keeps what it measured. Every part has
+# a time limit, and a part that fails or lacks what it needs stops no other.
 # REHEARSE=1 runs all of it without a GPU: tests skip, kernels are interpreted, sizes are tiny.
 cd "$(dirname "$0")/.." || exit 1
 step=${1:?which step: 1, 2, 3, 4 or all}
@@ -88,8 +89,12 @@ case $step in
     done
     ;;
 4)
-    # shellcheck disable=SC2086
-    part 200 train "$python" -m bench.gpu_train --ranks 1 2 --results "$results" $train
+    if "$python" -c 'import importlib.util as util, sys; sys.exit(util.find_spec("transformers") is None)'; then
+        # shellcheck disable=SC2086
+        part 200 train "$python" -m bench.gpu_train --ranks 1 2 --results "$results" $train
+    else
+        echo "train: transformers is not installed" | tee -a "$results/summary.txt"
+    fi
     [ -n "$REHEARSE" ] || part 100 decoupled "$python" -m bench.gpu_decoupled --rounds 3 --results "$results"
     for each in host push,gather $rest; do
         part 80 "bench_$each" "$python" -m odc.cli bench --quick --device $on --ranks $ranks --sizes $sizes \

@@ -41,7 +41,7 @@ _LARGE = {
     "num_key_value_heads": 8,
     "tie_word_embeddings": True,
 }
-_LAST, _TURN = 50, 10  # steps of the mean at the end; steps of each arm in turn
+_LAST, _TURN, _SMOOTH = 50, 10, 25  # steps of the mean at the end, of each arm in turn, of a point in the picture
 _made: dict[str, _Training] = {}  # of this process, by arm
 
 
@@ -152,7 +152,7 @@ def _distance(reference: list[float], losses: list[float]) -> float:
 
 
 def draw(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
-    """Loss curves of each model above, their relative distance from that of fp32 below."""
+    """Loss curves of each model above, their relative distance from that of fp32 below; means of `_SMOOTH` steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -160,13 +160,14 @@ def draw(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
     FigureCanvasAgg(figure)
     columns = figure.subplots(2, len(found), squeeze=False, sharex="col", height_ratios=(3, 2))
     for (name, losses), (upper, lower) in zip(found.items(), columns.T, strict=True):
-        steps = range(1, len(losses["fp32"]) + 1)
-        for arm, curve in losses.items():
-            upper.plot(steps, curve, color=_COLOURS[arm], linewidth=0.8, label=f"sums in {arm}")
+        steps = range(_SMOOTH, len(losses["fp32"]) + 1)
+        means = {arm: [fmean(curve[at - _SMOOTH : at]) for at in steps] for arm, curve in losses.items()}
+        for number, (arm, curve) in enumerate(means.items()):  # those that coincide show below each other
+            upper.plot(steps, curve, color=_COLOURS[arm], linewidth=4 - 1.5 * number, label=f"sums in {arm}")
             if arm != "fp32":
-                gaps = [100 * (mine / theirs - 1) for theirs, mine in zip(losses["fp32"], curve, strict=True)]
-                lower.plot(steps, gaps, color=_COLOURS[arm], linewidth=0.8)
-        upper.set(title=name, ylabel="loss of the step")
+                gaps = [100 * (mine / theirs - 1) for theirs, mine in zip(means["fp32"], curve, strict=True)]
+                lower.plot(steps, gaps, color=_COLOURS[arm], linewidth=1.2)
+        upper.set(title=name, ylabel=f"loss, mean of {_SMOOTH} steps")
         lower.set(xlabel="optimizer step", ylabel="distance from fp32, %")
         upper.legend(frameon=False)
         for axes in (upper, lower):

@@ -65,7 +65,7 @@ def kernels(here: Here) -> Iterator[Row]:
     """Every kernel by tile size, warps and, where it has a few, programs at once."""
     from odc import kernels as odc
 
-    launch = importlib.import_module("odc.kernels.launch")
+    launch, rows, add = (importlib.import_module(f"odc.kernels.{name}") for name in ("launch", "rows", "add"))
     usual = dict(launch.OPTIONS)
     device, n = here.device, here.nbytes // 4
     source, target, half = (torch.ones(n, dtype=t, device=device) for t in (torch.float32,) * 2 + (torch.bfloat16,))
@@ -94,6 +94,8 @@ def kernels(here: Here) -> Iterator[Row]:
                 into, out_of = (memory.view(torch.uint8)[:copied] for memory in (target, source))
                 limits[copied] = here.seconds(lambda into=into, out_of=out_of: into.copy_(out_of))
             launch.OPTIONS["num_warps"] = warps
+            for kept in (launch.prepared, rows._launches, add._launches):  # what was compiled with other warps
+                kept.cache_clear()
             options = {} if programs is None else {"programs": programs}
             took = here.seconds(lambda run=run, b=tile // 4, options=options: run(b, **options))
             rate = moved / took / (2 * copied / limits[copied])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 from typing import Any
 
-from bench.stored import Result, best, cases, cells, column, command, find, load, note, rows, span
+from bench.stored import Result, best, cases, cells, column, command, find, load, note, page, rows, span
 from odc.experiments.table import between_passes
 
 Figures = Mapping[str, Any]
@@ -292,6 +293,11 @@ def changes() -> Figures:
 
 
 @_quote
+def rounded_sums() -> Figures:
+    return stored("int8_sums")
+
+
+@_quote
 def packing() -> Figures:
     result = stored("packing")
     return result | {
@@ -353,3 +359,18 @@ def split() -> Figures:
 def split_trust() -> Figures:
     result = stored("split_longalign")
     return {"ratios": span([row["simulated/emulated"] for row in rows(result, arm="odc-split")])}
+
+
+@_quote
+def reproduction() -> Figures:
+    """The page is written by hand around printed rows: source, what, published, simulated, other lengths, agrees."""
+    judged = re.compile(r" \| (yes|\*\*no\*\*)")
+    lines = [line.split(" | ") for line in page("reproduction").splitlines() if judged.search(line)]
+    outcomes = [cells[-1].removesuffix(" |") for cells in lines]
+    gains = [[float(cell.split("x")[0]) - 1 for cell in cells[2:4]] for cells in lines if "bubble" not in cells[1]]
+    return {
+        "published": len(lines),
+        "agree": outcomes.count("yes"),
+        "within": sum(outcome.endswith(", b") for outcome in outcomes),
+        "opposite": sum(published * simulated < 0 for published, simulated in gains),
+    }

@@ -21,6 +21,11 @@ def load(name: str) -> Result:
     return found
 
 
+def page(name: str) -> str:
+    """The text of the stored page `name`."""
+    return (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+
+
 def find(result: Result, **wanted: object) -> Result:
     """The one row whose columns have these values."""
     (row,) = rows(result, **wanted)

@@ -117,7 +117,7 @@ def build_engines(folder: Path) -> None:
     held.engines = {}
     for arm, (strategy, options, odc) in ARMS.items():
         engine = build(folder, strategy, odc=odc, of_model=model, **options)
-        engine._cost = lambda: lambda length: COST(SHARE * length)  # odc takes it from the model
+        engine._cost = lambda length: COST(SHARE * length)  # odc takes it from the model
         held.engines[arm] = SleepingEngine(engine)
 
 

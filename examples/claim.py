@@ -1,4 +1,7 @@
-"""A queue instead of a plan: `torchrun --nproc-per-node 2 examples/claim.py`. docs/balance.md explains it."""
+"""A queue instead of a plan; docs/balance.md explains it.
+
+On the CPU: `CUDA_VISIBLE_DEVICES= torchrun --nproc-per-node 2 examples/claim.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Score texts without padding: `torchrun --nproc-per-node 2 examples/evaluate.py`. docs/evaluation.md explains it."""
+"""Score texts without padding; docs/evaluation.md explains it.
+
+On the CPU: `CUDA_VISIBLE_DEVICES= torchrun --nproc-per-node 2 examples/evaluate.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""GRPO with odc, the whole loop on one page: `torchrun --nproc-per-node 2 examples/grpo.py --steps 20`
+"""GRPO with odc, the whole loop on one page.
+
+On the CPU: `CUDA_VISIBLE_DEVICES= torchrun --nproc-per-node 2 examples/grpo.py --steps 20`.
 
 The ranks train; a process beside them generates, with weights that it reads from the ranks' memory. What is to be
 learnt stands in `Even`: put your own prompts and reward there. (`odc grpo` runs the same with more options.)

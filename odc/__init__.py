@@ -11,14 +11,14 @@ from odc.settings import Settings
 
 if TYPE_CHECKING:
     from odc.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard, minibatch, shutdown
-    from odc.recovery import Recovery
+    from odc.recovery import Recovery, StatefulBatches
 else:
     # Hidden from type checkers, which would think that a module with __getattr__ has every name.
     def __getattr__(name: str) -> object:
         """The public names that need torch (PEP 562); AttributeError for any other."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name == "Recovery":
+        if name in ("Recovery", "StatefulBatches"):
             from odc import recovery as room
         else:
             from odc import fsdp as room
@@ -35,6 +35,7 @@ __all__ = [
     "OffloadPolicy",
     "Recovery",
     "Settings",
+    "StatefulBatches",
     "__version__",
     "fully_shard",
     "minibatch",

@@ -1,19 +1,26 @@
-"""Modules of inner loops, copied and compiled by numba where it is installed."""
+"""Modules of inner loops, copied and compiled by numba where it is installed and loads."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 from functools import cache
 from types import ModuleType
 
-EXTRA = "fast"  # brings numba
+_log = logging.getLogger(__name__)
 
 
 @cache
 def numba() -> ModuleType | None:
-    """None where it is not installed. Loading it takes half a second."""
-    return importlib.import_module("numba") if importlib.util.find_spec("numba") is not None else None
+    """None where it is not installed, or does not load (a warning says why). Loading it takes half a second."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        return importlib.import_module("numba")
+    except (ImportError, OSError) as error:  # as for a numba that is too old for the NumPy beside it
+        _log.warning("numba does not load, so loops run without it: %s", error)
+        return None
 
 
 @cache

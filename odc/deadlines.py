@@ -24,6 +24,9 @@ STORE_DEATH_S, STORE_DEATH_POLL_S = (
 # NVSHMEM.
 NVSHMEM_END_S = 30.0  # for all ranks to end it together, which is tidy and nothing else
 
+# The end of a job.
+COLLECTIVES_END_S = 2.0  # for the waits of odc to end for a lost rank, before those of torch's collectives
+
 # Recovery.
 MEMBERS_LEAST_S = 60.0  # for ranks that are there to connect, to read what others keep, to be ready
 LOSS_SHOWS_S, LOSS_POLL_S = 5.0, 0.01  # for the end of a rank to show, after an error that may be its consequence

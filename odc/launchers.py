@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from odc.errors import ConfigError
 
 TORCHRUN = "torchrun"
+LAST_PORT = 65535
 _PORT = 29500  # where the launcher gives each job a network of its own
 _FIRST_PORT, _PORTS = 20000, 10000  # below those that Linux hands out by itself
 _LOOPBACK = "127.0.0.1"
@@ -116,7 +117,10 @@ def _expand_range(text: str) -> list[str]:
     found: list[str] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)]
+        numbers = range(int(first), int(last or first) + 1)
+        if not numbers:
+            raise ValueError(f"{part!r} is no range")
+        found += [f"{number:0{len(first)}d}" for number in numbers]
     return found
 
 
@@ -166,6 +170,8 @@ class _Variables:
 
     def launched(self, launcher: str, **fields: object) -> Launched:
         """Whatever was read until now, checked."""
+        if fields["port"] > LAST_PORT:  # type: ignore[operator]
+            self.missing.append(f"port {fields['port']} is above {LAST_PORT}")
         made = Launched(launcher, **fields, missing=tuple(self.missing))  # type: ignore[arg-type]
         if made.missing or (made.rank < made.world and made.local_rank < made.local_world <= made.world):
             return made
@@ -195,8 +201,12 @@ def _torchrun(given: _Variables) -> Launched | None:
 def _mpi(given: _Variables, launcher: str, names: tuple[str, str, str, str], job: str | None) -> Launched:
     """`names` are those of rank, world, local rank and local world."""
     rank, world, local_rank, local_world = (given.number(name) for name in names)
-    if not given.missing and local_world and (world % local_world or rank % local_world != local_rank):
+    if not given.missing and local_world and rank % local_world != local_rank:
         given.missing.append("ranks of a host are not in sequence, or hosts differ in their number: map by slot")
+    elif not given.missing and local_world and world % local_world:
+        given.missing.append(
+            f"hosts differ in their number of ranks, which {launcher} does not say: use srun or torchrun"
+        )
     hosts = max(1, world // max(1, local_world))
     return given.launched(
         launcher,

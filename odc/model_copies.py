@@ -52,7 +52,8 @@ class Alone(NamedTuple):
         from transformers import AutoModelForCausalLM
 
         config = copy.deepcopy(self.config)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        with torch.device("cpu"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         model.to(self.output.dtype).eval().load_state_dict(self.model.state_dict())
         return model
 
@@ -66,7 +67,8 @@ def alone(config: Any) -> Alone:
     for small in _copies(config):
         for dtype in (torch.float64, torch.float32):  # some masks do not fit into fp64
             try:
-                return _run(small, dtype)
+                with torch.device("cpu"):  # whatever torch's default device is
+                    return _run(small, dtype)
             except Exception as error:  # of transformers' code for this config
                 failure = error
     raise UnsupportedError(f"no small copy of it runs to check it: {type(failure).__name__}: {failure}") from failure
@@ -79,7 +81,7 @@ def _run(config: Any, dtype: torch.dtype) -> Alone:
         raise UnsupportedError("a small copy of it would have too many parameters")
     own = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every GPU's too, which nothing puts back
         model = AutoModelForCausalLM.from_config(own, attn_implementation="eager", dtype=torch.float32)
     draw = torch.Generator().manual_seed(0)
     _move(model.to(dtype).eval(), draw)

@@ -31,7 +31,8 @@ class Settings:
         reproducible: fp64 accumulators, so that the arrival order of pushes practically never changes a bit
             (about 2^-29 per element); doubles the accumulator's memory.
         accumulate: who adds a pushed gradient. "server": the owner's daemon, from bounded staging slots, except over
-            hosts in CPU memory, where it is as "direct": the pushing rank, under a robust lock in the owner's heap.
+            hosts in CPU memory, where it is as "direct": the pushing rank, under a robust lock in the owner's heap; on
+            devices whose atomic adds reach every peer, by those and without the lock.
         timeout_s: seconds a wait may last without progress of the peer it waits for; finite.
         prefetch: units fetched ahead of use (0: fetch when reached).
         push_overlap: push on a sender thread during backward (False: push before backward continues).
@@ -115,7 +116,7 @@ class Settings:
                 raise ValueError(f"{one.name} must be {_KINDS[kind]}, not {value!r}")
         if self.sums_dtype != "accumulator" and self.reproducible:
             raise ValueError(f"sums_dtype={self.sums_dtype!r} would round the sums that reproducible=True keeps exact")
-        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
+        if not _is_number(self.timeout_s) or not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
             raise ValueError(
                 f"timeout_s must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0f} (ten years), not "
                 f"{self.timeout_s!r}"

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from support.clusters import PAGE, ClusterFolder, blocks, manifests, recipe
-from support.slurm import Slurm, free_ports, need_slurm
+from support.ports import free_ports
+from support.slurm import Slurm, need_slurm
 
 pytest.importorskip("typer", reason="needs the cli extra")
 pytest.importorskip("transformers", reason="needs the train extra")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.extent import LONGEST
 
 TESTS = """
 import pytest
@@ -71,3 +72,7 @@ def test_the_halves_overlap_in_properties_alone(extent: str, tmp_path: Path) -> 
     assert set(re.findall(r"test_some\.py::(\S+) PASSED", done.stdout)) == EXPECTED[extent]
     tried = (tmp_path / "examples").read_text().count("once")
     assert tried == {"quick": 20}.get(extent, 100)
+
+
+def test_the_files_that_begin_first_exist() -> None:
+    assert not [name for name in LONGEST if not (Path(__file__).parent / name).is_file()]

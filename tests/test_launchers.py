@@ -170,6 +170,13 @@ def test_what_is_missing_under_other_launchers() -> None:
     no_address = {name: text for name, text in MPIRUN.items() if name != "MASTER_ADDR"}
     assert missing(no_address) == "MASTER_ADDR is not set: export it, and pass it on (mpirun -x MASTER_ADDR)"
     assert "map by slot" in missing(MPIRUN | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"})
+    of_eight = MPIRUN | {
+        "OMPI_COMM_WORLD_SIZE": "12",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "3",
+    }
+    differ = "hosts differ in their number of ranks, which mpirun does not say: use srun or torchrun"
+    assert missing(of_eight) == differ, "8 ranks on the first host, 4 on the second"
     assert "PET_MASTER_ADDR" in missing({"PET_NNODES": "2", "JOB_COMPLETION_INDEX": "0"})
     assert "PET_NNODES is '1:4', which is no number" in missing(TRAINJOB | {"PET_NNODES": "1:4"})
     assert "SKYPILOT_NODE_IPS is empty" in missing(SKYPILOT | {"SKYPILOT_NODE_IPS": " \n"})
@@ -262,7 +269,7 @@ def test_node_lists(nodes: str, names: list[str]) -> None:
     assert expand_hosts(nodes) == names
 
 
-@pytest.mark.parametrize("nodes", ["", ",", "n[1", "n[a]", "n[1-]x]", "n[]", "two names"])
+@pytest.mark.parametrize("nodes", ["", ",", "n[1", "n[a]", "n[5-1]", "n[1-]x]", "n[]", "two names"])
 def test_what_is_no_node_list(nodes: str) -> None:
     with pytest.raises(ValueError):
         expand_hosts(nodes)
@@ -282,6 +289,16 @@ def test_counts() -> None:
     for wrong in ("", "2(x3", "a", "2,,1"):
         with pytest.raises(ValueError, match="is no list of counts"):
             expand_counts(wrong)
+
+
+def test_a_range_that_falls_names_no_host() -> None:
+    assert "SLURM_STEP_NODELIST is 'n[5-1]'" in missing(SRUN | {"SLURM_STEP_NODELIST": "n[5-1]"})
+
+
+@pytest.mark.parametrize("environment", [MPIRUN, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h"}])
+def test_a_port_above_the_last_is_missing(environment: dict[str, str]) -> None:
+    assert missing(environment | {"MASTER_PORT": "65536"}) == "port 65536 is above 65535"
+    assert not missing(environment | {"MASTER_PORT": "65535"})
 
 
 @given(st.dictionaries(st.sampled_from(sorted({n for e in ALL.values() for n in e})), st.text(max_size=3)))

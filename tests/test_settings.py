@@ -14,7 +14,7 @@ from odc import Settings
 WRONG_RANGES = (29600, "29600-29607", (0, 9), (1, 65536), (2, 1), (1, 2, 3), (1, True), (1.0, 2.0))
 
 
-@pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan, 1e12])
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.inf, math.nan, 1e12, True])
 def test_a_timeout_that_no_timer_can_keep_is_refused_at_once(wrong: float) -> None:
     with pytest.raises(ValueError, match=f"timeout_s must be a positive number of seconds, .* not {wrong!r}"):
         Settings(timeout_s=wrong)

@@ -230,6 +230,6 @@ def test_a_finalizer_may_close_a_worker_wherever_its_thread_is() -> None:
 
     submitter = threading.Thread(target=submit, daemon=True)
     submitter.start()
-    submitter.join(10.0)
+    submitter.join(60.0)
     assert not submitter.is_alive(), "it waits for a lock of its own"
     assert len(closed) > len(jobs)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from odc.kernels.dtypes import cast, kernel_dtype, word_dtype
+from odc.kernels.dtypes import cast
 from odc.kernels.rows import PAIR_COLUMNS, launch_pairs, row_of
 
 
@@ -69,11 +68,4 @@ def differ(
     fits = found.dtype == torch.int32 and found.numel() >= len(places) and found.is_contiguous()
     if not fits or any(place.device != found.device for place in places[:1]):
         raise ValueError(f"what is found goes to an int32 for each place, on their device, not to {found}")
-    launch_pairs(differ_kernel, places, shards, _types, block, found)
-
-
-def _types(to: torch.dtype, source: torch.dtype) -> tuple[Any, Any]:
-    """Equal types are compared as integer words, whatever they are."""
-    if to == source:
-        to = source = word_dtype([to])
-    return kernel_dtype(to), kernel_dtype(source)
+    launch_pairs(differ_kernel, places, shards, block, found)

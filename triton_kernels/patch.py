@@ -85,7 +85,8 @@ class PatchPlan:
         self.run(nothing, nothing)  # no tile has a record
 
     def run(self, shard: torch.Tensor, packed: torch.Tensor) -> None:
-        """Patch `shard` by `packed`, both uint8, 1-D and contiguous, at 16 and 4 bytes; once, as twice goes further.
+        """Patch `shard` by `packed`, both uint8, 1-D and contiguous, 16- and 4-byte aligned. Once: words
+        that moved by one would move again.
 
         Does not wait: both are there in the order of the current stream. One launch for each width of words, in the
         current stream; see `launch` for errors. What is no change of just this shard's version leads anywhere.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from odc.kernels.dtypes import kernel_dtype, word_dtype
 from odc.kernels.rows import PAIR_COLUMNS, launch_pairs, row_of
 from odc.kernels.tile import move_tile
 
@@ -38,11 +36,4 @@ def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], *, b
         shards: contiguous, of any dtype, as many elements as their places.
         block: elements for one program.
     """
-    launch_pairs(publish_kernel, places, shards, _types, block)
-
-
-def _types(to: torch.dtype, source: torch.dtype) -> tuple[Any, Any]:
-    """Equal types are copied as integer words, whatever they are."""
-    if to == source:
-        to = source = word_dtype([to])
-    return kernel_dtype(to), kernel_dtype(source)
+    launch_pairs(publish_kernel, places, shards, block)

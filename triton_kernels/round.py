@@ -51,12 +51,15 @@ def round_kernel(rows_at: tl.tensor, rows: tl.int64, total: tl.int64, memory: tl
         _store(place + first * 2, cast(values, tl.bfloat16), n, tl.bfloat16, 16, BLOCKS)
 
 
-@triton.jit(do_not_specialize=["rows_at", "rows", "memory", "total"])
-def unround_kernel(rows_at: tl.tensor, rows: tl.int64, memory: tl.int64, total: tl.int64, BLOCKS: tl.constexpr) -> None:
-    """Grid: as of `round_kernel`."""
+@triton.jit(do_not_specialize=["rows_at", "rows", "total", "memory", "into"])
+def add_rounded_kernel(
+    rows_at: tl.tensor, rows: tl.int64, total: tl.int64, memory: tl.int64, into: tl.int64, BLOCKS: tl.constexpr
+) -> None:
+    """Grid: as of `round_kernel`. `into` may be `total`."""
     row, first, n = _share(rows_at, rows, BLOCKS)
-    values = _crossed(row, memory, first, n, BLOCKS)
-    _store(total + (tl.load(row + 1) + first) * 4, values, n, tl.float32, 16, BLOCKS)
+    skip = (tl.load(row + 1) + first) * 4
+    values = _loaded(total + skip, n, tl.float32, 16, BLOCKS) + _crossed(row, memory, first, n, BLOCKS)
+    _store(into + skip, values, n, tl.float32, 16, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["rows_at", "rows", "total", "memory", "residual"])
@@ -143,8 +146,9 @@ def _store(
 class RoundingPlan:
     """How the sums of one unit are rounded, laid out as by `odc.protocol.rounding.RoundedUnit`, whose bytes these are.
 
-    Kernels are compiled and loaded when it is made. Any thread may call `write`, which allocates nothing; nothing
-    waits, and each call is one launch on the current stream. What is passed is contiguous and on the plan's device.
+    Kernels are compiled and loaded when it is made. Any thread may call `write` and `add`, which allocate nothing;
+    nothing waits, and each call is one launch on the current stream. What is passed is contiguous and on the plan's
+    device.
 
     Args:
         params: of each parameter the elements in the sum, one after the other; the byte offset in the rounded sum, a
@@ -156,29 +160,27 @@ class RoundingPlan:
         self, params: Sequence[tuple[int, int, bool]], device: torch.device, *, make_rows: Rows = row_table
     ) -> None:
         numels = [numel for numel, _, _ in params]
-        self._device, self._numel = device, sum(numels)
+        self._device = device
         before = [0, *itertools.accumulate(numels)]
         self._columns = [(at, *param) for at, param in zip(before, params, strict=False)]
         self._elements = max(BLOCK, block_of(round_kernel, 4, max(numels, default=0)))  # of a program
-        kernels = (round_kernel, unround_kernel, keep_kernel)
-        self._round, self._unround, self._keep = (
+        kernels = (round_kernel, add_rounded_kernel, keep_kernel)
+        self._round, self._add, self._keep = (
             PreparedLaunch(kernel, device, BLOCKS=self._elements // BLOCK) for kernel in kernels
         )
         self._programs, self._rows = self._table(self._columns, make_rows)
         nothing = make_rows([1], [(0, 0, 0, 0)], device)  # one program, without an element
         self._round(1, *nothing, 0, 0)
-        self._unround(1, *nothing, 0, 0)
+        self._add(1, *nothing, 0, 0, 0)
         self._keep(1, *nothing, 0, 0, 0)
 
     def write(self, total: torch.Tensor, memory: torch.Tensor) -> None:
         """Round `total`, fp32 [numel], into `memory`, uint8, at a multiple of 16 bytes."""
         self._round(self._programs, *self._rows, total.data_ptr(), memory.data_ptr())
 
-    def read(self, memory: torch.Tensor) -> torch.Tensor:
-        """fp32 [numel], new: the sum that lies in `memory`."""
-        total = torch.empty(self._numel, device=self._device)
-        self._unround(self._programs, *self._rows, memory.data_ptr(), total.data_ptr())
-        return total
+    def add(self, total: torch.Tensor, memory: torch.Tensor, into: torch.Tensor) -> None:
+        """Write `total`, fp32 [numel], plus the sum that lies in `memory` to `into`, which may be `total`."""
+        self._add(self._programs, *self._rows, total.data_ptr(), memory.data_ptr(), into.data_ptr())
 
     def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor, used: Sequence[bool]) -> None:
         """Set `residual`, fp32 [numel], to what rounding took off `total`, for the parameters that are `used`, where

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from odc.kernels.dtypes import kernel_dtype, word_dtype
 from odc.kernels.launch import PreparedLaunch, block_of, ceil_div, contiguous, prepared
 from odc.kernels.tables import passing_table
 
@@ -66,8 +67,6 @@ def row_of(table: tl.tensor, rows: tl.tensor, program: tl.tensor, COLUMNS: tl.co
 
 PAIR_COLUMNS = tl.constexpr(5)  # first program, source, target, elements, number of the pair
 
-#: From the dtypes of target and source to the triton types that the kernel writes and reads.
-Types = Callable[[torch.dtype, torch.dtype], tuple[Any, Any]]
 _Pair = tuple[int, int, int, torch.dtype, torch.dtype]  # address of source and target, elements, their dtypes
 
 
@@ -75,15 +74,14 @@ def launch_pairs(
     kernel: Any,
     targets: Sequence[torch.Tensor],
     sources: Sequence[torch.Tensor],
-    types: Types,
     block: int | None,
     *args: Any,
 ) -> None:
     """Launch `kernel(rows_at, rows, *args, TO, FROM, BLOCK)` over all elements of all pairs, once a pair of dtypes.
 
-    All its parameters but the constants are exempt from specialization. What was launched for the same memory before is
-    launched again without a look at each pair. Raises ValueError if a pair is not equally long, not contiguous or not
-    on one device.
+    All its parameters but the constants are exempt from specialization. Equal types are read as integer words. What was
+    launched for the same memory before is launched again without a look at each pair. Raises ValueError if a pair is
+    not equally long, not contiguous or not on one device.
     """
     if not targets:
         return
@@ -96,13 +94,13 @@ def launch_pairs(
         if target.numel() != n:
             raise ValueError(f"{n} elements do not fit a target of {target.numel()}")
         pairs.append((source.data_ptr(), target.data_ptr(), n, source.dtype, target.dtype))
-    for run, programs, numbers, rows in _launches(kernel, types, block, device, tuple(pairs)):
+    for run, programs, numbers, rows in _launches(kernel, block, device, tuple(pairs)):
         run(programs, passing_table(numbers, device), rows, *args)
 
 
 @lru_cache(maxsize=_PLANS)
 def _launches(
-    kernel: Any, types: Types, block: int | None, device: torch.device, pairs: tuple[_Pair, ...]
+    kernel: Any, block: int | None, device: torch.device, pairs: tuple[_Pair, ...]
 ) -> list[tuple[PreparedLaunch, int, tuple[int, ...], int]]:
     """(launch, programs, numbers of the table, rows) for each pair of dtypes."""
     groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int, int]]] = {}
@@ -112,6 +110,7 @@ def _launches(
     for (to, origin), columns in groups.items():
         size = block or block_of(kernel, max(to.itemsize, origin.itemsize), max(column[2] for column in columns))
         programs = [ceil_div(column[2], size) for column in columns]
-        run = prepared(kernel, device, *types(to, origin), size)
+        written, read = (word_dtype([to]),) * 2 if to == origin else (to, origin)
+        run = prepared(kernel, device, kernel_dtype(written), kernel_dtype(read), size)
         found.append((run, sum(programs), *row_numbers(programs, columns)))
     return found

@@ -15,7 +15,9 @@ from functools import lru_cache
 import torch
 
 _KEPT = 1024  # tables that are allocated one by one; each takes 512 bytes of a device or a few more
-SLOTS, NUMBERS = 256, 512  # of a ring: how many tables, and the numbers of the longest; a MiB here and a MiB there
+#: Of a ring: how many tables, and the numbers of the longest; 4 MiB here and as much there. A fetch takes two tables,
+#: so a minibatch of some hundred units finds those of the last one. A table has a number for each parameter of a unit.
+SLOTS, NUMBERS = 256, 2048
 
 
 class TableRing:

@@ -115,7 +115,7 @@ def add_tile(
 def zero_tile(target: tl.tensor, start: tl.tensor, end: tl.tensor, TO: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Zero elements from `start` (0 if below) up to min(end, BLOCK)."""
     STEP: tl.constexpr = 1024 if BLOCK > 1024 else BLOCK
-    done = tl.maximum(start, 0).to(tl.int32)
+    done = tl.minimum(tl.maximum(start, 0), BLOCK).to(tl.int32)
     last = tl.minimum(end, BLOCK).to(tl.int32)
     while done < last:
         each = done + tl.arange(0, STEP)

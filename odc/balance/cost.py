@@ -6,11 +6,15 @@ matrix products only (a multiply-add is two FLOPs, backward is twice the forward
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from odc.balance.model_sizes import sizes_of
 from odc.errors import PlanError
+
+_log = logging.getLogger(__name__)
 
 Cost = Callable[[int], float]
 
@@ -54,14 +58,10 @@ class WindowedCost:
         return self.a * length + seen
 
 
-# Models whose MLP has two matrices although their config names the sizes like the gated ones.
-_TWO_MATRICES = frozenset({"gpt_neox", "phi", "starcoder2", "nemotron", "opt", "gptj", "stablelm_alpha"})
-
-
 def transformer_cost(
     hidden: int,
     layers: int,
-    intermediate: int,
+    intermediate: float,
     vocab: int,
     *,
     heads: int | None = None,
@@ -73,12 +73,13 @@ def transformer_cost(
     sparse_layers: int = 0,
     experts: int = 0,
     top_k: int = 0,
-    expert_intermediate: int = 0,
-    shared_intermediate: int = 0,
+    expert_intermediate: float = 0,
+    shared_intermediate: float = 0,
 ) -> QuadraticCost | WindowedCost:
     """FLOPs to train a decoder-only transformer on one document: causal attention inside the document.
 
     Args:
+        intermediate: width of an MLP, the mean where layers differ.
         heads, kv_heads, head_dim: only needed for grouped-query attention and unusual head sizes.
         gated: three MLP matrices (SwiGLU) instead of two, in experts too.
         checkpointing: layers run forward a second time in backward.
@@ -87,10 +88,17 @@ def transformer_cost(
         experts, top_k: of such a layer, experts there are and experts a token goes to. The router is counted.
         expert_intermediate, shared_intermediate: width of one expert, and of what every token passes beside them.
 
-    Raises PlanError where a size is below 1, or more layers are windowed or sparse than there are.
+    Raises PlanError where a size is no number or below 1, or more layers are windowed or sparse than there are.
     """
     heads = heads if heads is not None else 1
-    sizes = {"hidden": hidden, "layers": layers, "intermediate": intermediate, "vocab": vocab, "heads": heads}
+    sizes: dict[str, float] = {
+        "hidden": hidden,
+        "layers": layers,
+        "intermediate": intermediate,
+        "vocab": vocab,
+        "heads": heads,
+    }
+    sizes |= {name: size for name, size in (("kv_heads", kv_heads), ("head_dim", head_dim)) if size is not None}
     if sparse_layers:
         sizes |= {"experts": experts, "top_k": top_k, "expert_intermediate": expert_intermediate}
     _check(sizes, windows, layers, sparse_layers, top_k, experts)
@@ -109,10 +117,10 @@ def transformer_cost(
 
 
 def _check(
-    sizes: Mapping[str, int], windows: Sequence[int], layers: int, sparse_layers: int, top_k: int, experts: int
+    sizes: Mapping[str, float], windows: Sequence[int], layers: int, sparse_layers: int, top_k: int, experts: int
 ) -> None:
     for name, size in [*sizes.items(), *(("windows", window) for window in windows)]:
-        if size < 1:
+        if not isinstance(size, (int, float)) or not size >= 1:
             raise PlanError(f"transformer_cost needs {name} >= 1, got {size!r}")
     if len(windows) > layers or not 0 <= sparse_layers <= layers or top_k > experts:
         raise PlanError(
@@ -123,69 +131,27 @@ def _check(
 def cost_from_config(config: Mapping[str, Any], *, checkpointing: bool = False) -> QuadraticCost | WindowedCost:
     """`transformer_cost` of a Hugging Face config (its dict or parsed config.json): decoder-only language models.
 
-    Understands grouped-query attention, sliding windows (`layer_types`, `sliding_window_pattern`, `max_window_layers`)
-    and experts (the names of Mixtral, Qwen and DeepSeek configs). Of a multimodal config, its `text_config`.
+    Understands grouped-query attention, sliding windows (`layer_types`, `sliding_window_pattern`, `max_window_layers`,
+    and what a `model_type` such as Gemma 2's implies where none is given) and experts (the names of Mixtral, Qwen,
+    DeepSeek and Ernie configs), and the names of GPT-2 and OPT. Of a multimodal config, its `text_config`.
 
-    Raises PlanError naming a missing key, and for attention that is none of these (latent, linear, chunked).
+    Raises PlanError naming a key that is missing or no number, and for layers that are none of these (latent, linear or
+    chunked attention, state spaces, recurrence).
     """
-    if "hidden_size" not in config and isinstance(config.get("text_config"), Mapping):
-        config = config["text_config"]
-    if config.get("kv_lora_rank"):
-        raise PlanError("cost_from_config does not know latent attention (kv_lora_rank); use transformer_cost or a fit")
+    return transformer_cost(**vars(sizes_of(config)), checkpointing=checkpointing)
+
+
+def cost_of(
+    config: Mapping[str, Any],
+    *,
+    checkpointing: bool = False,
+    otherwise: Cost = linear_cost,
+    warn: Callable[[str], None] = _log.warning,
+) -> Cost:
+    """`cost_from_config`, or `otherwise`, with one line of warning, for a model whose FLOPs it cannot count."""
     try:
-        layers = config["num_hidden_layers"]
-        return transformer_cost(
-            hidden=config["hidden_size"],
-            layers=layers,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            heads=config["num_attention_heads"],
-            kv_heads=config.get("num_key_value_heads"),
-            head_dim=config.get("head_dim"),
-            gated=config.get("model_type") not in _TWO_MATRICES,
-            checkpointing=checkpointing,
-            windows=_windows(config, layers),
-            **_experts(config, layers),
-        )
-    except KeyError as error:
-        raise PlanError(f"the model's config has no {error.args[0]!r}, which the cost model needs") from error
-
-
-def _windows(config: Mapping[str, Any], layers: int) -> list[int]:
-    """The window of every layer that has one."""
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        unknown = set(kinds) - {"full_attention", "sliding_attention"}
-        if unknown:
-            raise PlanError(f"cost_from_config does not know layers of type {', '.join(sorted(unknown))}")
-    window = config.get("sliding_window")
-    if window is None or config.get("use_sliding_window") is False:
-        return []
-    if kinds is not None:
-        count = list(kinds).count("sliding_attention")
-    elif config.get("sliding_window_pattern"):
-        count = layers - layers // int(config["sliding_window_pattern"])  # every so many-th sees all
-    else:
-        count = layers - int(config.get("max_window_layers", 0)) if config.get("use_sliding_window") else layers
-    return [int(window)] * max(0, count)
-
-
-def _experts(config: Mapping[str, Any], layers: int) -> dict[str, int]:
-    """Arguments of `transformer_cost` for a mixture of experts; none for a dense model."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((int(config[name]) for name in names if config.get(name)), 0)
-    if not experts:
-        return {}
-    width = int(config.get("moe_intermediate_size") or config["intermediate_size"])
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
-    shared += int(config.get("n_shared_experts") or 0) * width
-    every, dense = int(config.get("decoder_sparse_step") or 1), set(config.get("mlp_only_layers") or ())
-    first = int(config.get("first_k_dense_replace") or 0)
-    sparse = [i for i in range(first, layers) if i not in dense and (i + 1) % every == 0]
-    return {
-        "sparse_layers": len(sparse),
-        "experts": experts,
-        "top_k": int(config["num_experts_per_tok"]),
-        "expert_intermediate": width,
-        "shared_intermediate": shared,
-    }
+        return cost_from_config(config, checkpointing=checkpointing)
+    except PlanError as error:
+        by = "tokens alone" if otherwise is linear_cost else "another formula"
+        warn(f"samples are balanced by {by}, not by FLOPs: {error}")
+        return otherwise

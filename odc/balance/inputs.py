@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from odc.balance.cost import Cost
 from odc.balance.partition import partition
 from odc.balance.state import Ints
 from odc.errors import DataError, PlanError
+
+#: No minibatch has more tokens: sums of lengths are int64.
+MOST_TOKENS = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,12 @@ def read_inputs(
 ) -> Inputs:
     """Check the arguments of a policy, which `odc.balance.lb_mini` lists.
 
-    Raises PlanError for no samples or ranks, a length that is no integer or below 1, a sample over the cap, caps,
-    speeds or groups of the wrong number, a speed that is not above 0, and a cost that is not finite and >= 0.
+    Raises PlanError for no samples or ranks, lengths or caps that are no integers, a length below 1, a sample over the
+    cap, caps, speeds or groups of the wrong number, a speed that is not above 0, a cost that is not finite and >= 0.
     """
     if ranks < 1:
         raise PlanError(f"a plan needs at least one rank, got ranks={ranks!r}")
-    caps = [int(max_tokens)] * ranks if isinstance(max_tokens, int | np.integer) else [int(cap) for cap in max_tokens]
+    caps = read_caps(max_tokens, ranks)
     if len(caps) != ranks:
         raise PlanError(f"max_tokens lists {len(caps)} caps for {ranks} ranks")
     known = _checked_lengths(lengths, caps)
@@ -130,16 +134,33 @@ def read_inputs(
     )
 
 
+def read_caps(max_tokens: Any, ranks: int) -> list[int]:
+    """The cap of each rank, given one for all or one for each; PlanError for what is no integer."""
+    try:
+        listed = max_tokens if np.ndim(max_tokens) else [max_tokens] * ranks
+        return [min(operator.index(cap), MOST_TOKENS) for cap in listed]
+    except TypeError:
+        raise PlanError(
+            f"max_tokens must be an integer, or a sequence of one for each rank, got {max_tokens!r}"
+        ) from None
+
+
 def _checked_lengths(lengths: Sequence[int], caps: list[int]) -> Ints:
     known = np.asarray(lengths)
     if not known.size:
         raise PlanError("there are no samples to plan: lengths is empty")
+    if known.ndim == 1 and known.dtype.kind != "i":  # numpy makes uint64, floats or objects of integers beyond int64
+        for i, length in enumerate(lengths):
+            if isinstance(length, (int, np.integer)) and length > MOST_TOKENS:
+                raise PlanError(f"sample {i} has {length} tokens, more than the {MOST_TOKENS} that can be counted")
     if known.ndim != 1 or known.dtype.kind not in "iu":
         raise PlanError(f"lengths must be one list of integers, got {known.dtype} of shape {known.shape}")
     for i in np.flatnonzero((known < 1) | (known > max(caps))).tolist():
         if known[i] < 1:
             raise PlanError(f"sample {i} has length {known[i]}; every sample needs at least one token")
         raise PlanError(f"sample {i} has {known[i]} tokens, more than the cap of {max(caps)} per microbatch")
+    if known.sum(dtype=np.float64) >= MOST_TOKENS:
+        raise PlanError(f"the lengths add up to more than the {MOST_TOKENS} tokens that can be counted")
     return known.astype(np.int64)
 
 
@@ -190,7 +211,7 @@ def read_lengths(path: str | Path, field: str = "length") -> list[int]:
 def read_elements(path: str | Path) -> list[Any]:
     """What a file of lengths lists: integers, or objects. Raises DataError."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as text: {error}") from error
     start = text.lstrip()[:1]
@@ -198,10 +219,10 @@ def read_elements(path: str | Path) -> list[Any]:
         if start == "[":
             elements = json.loads(text)
         elif start == "{":
-            elements = [json.loads(line) for line in text.splitlines() if line.strip()]
+            elements = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
             elements = [int(word) for word in text.replace(",", " ").split()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: neither integers, nor a JSON list, nor JSON lines: {error}") from error
     if not elements:
         raise DataError(f"{path}: lists no lengths")

@@ -9,6 +9,7 @@ none, is one of them.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from odc.balance.cost import Cost, linear_cost
-from odc.balance.inputs import Inputs, read_inputs
+from odc.balance.inputs import Inputs, read_caps, read_inputs
 from odc.balance.packing import STEPS
 from odc.balance.plan import Plan
 from odc.balance.planners import few_and_even, lb_mini
@@ -76,11 +77,12 @@ def lb_split(
     Raises PlanError for bad input, and for a sample whose pieces are above the cap on the most ranks it may take.
     """
     longest = max((int(length) for length in lengths), default=0)
-    caps = [int(max_tokens)] * ranks if isinstance(max_tokens, int | np.integer) else [int(cap) for cap in max_tokens]
+    caps = read_caps(max_tokens, ranks)
     uncapped = [max(cap, longest) for cap in caps]  # of every length `Inputs` checks; caps are kept below
     inputs = read_inputs(lengths, ranks, uncapped, cost, seed, speeds, groups)
     if (node is not None and node < 1) or floor < 1 or not wait >= 0:
         raise PlanError(f"lb_split needs node >= 1, floor >= 1 and wait >= 0; got {node!r}, {floor!r}, {wait!r}")
+    _refuse_shared(inputs, max(caps, default=0))
     search = _Search(inputs, caps, cost, node or ranks, floor, wait, one_slice)
     whole = None
     if longest <= max(caps, default=0):
@@ -93,6 +95,17 @@ def lb_split(
         return whole
     few = min((draft for draft in drafts if draft.end <= best * _ALIKE), key=lambda draft: (draft.pieces, draft.end))
     return search.plan(few)
+
+
+def _refuse_shared(inputs: Inputs, cap: int) -> None:
+    """Raise PlanError for a sample above every cap that shares its group, and so may not be split."""
+    for group in inputs.groups:
+        sample = max(group, key=inputs.lengths.__getitem__)
+        if len(group) > 1 and inputs.lengths[sample] > cap:
+            raise PlanError(
+                f"sample {sample} has {inputs.lengths[sample]} tokens, above the cap of {cap}; it shares its group "
+                f"with {len(group) - 1} more, so it may not be split"
+            )
 
 
 @dataclass
@@ -170,9 +183,14 @@ class _Search:
         alone.sort(key=lambda one: one[1] <= self.cap)  # those that must be split come first
         needed = sum(length > self.cap for _, length, _ in alone)
         order, rest = [at for _, _, at in alone], [cost for cost, _, _ in alone] + [0.0]
+        shortest = self.floor * min(self.blocks, default=math.inf)
+        able = (i for i, (_, length, _) in enumerate(alone, 1) if length > self.cap or length >= shortest)
         left = max(_TRIES, _WORK // (len(self.groups) + self.inputs.ranks))
         tried: set[tuple[tuple[int, int], ...]] = set()
-        for count, share in _tries(max(1, needed), sum(cost > self.mean for cost in rest), len(order)):
+        first = max(1, needed)
+        for count, share in _tries(first, sum(cost > self.mean for cost in rest), max(able, default=0)):
+            if left <= 0 and best == float("inf") and count > first:  # nor does it fit beside more pieces
+                continue
             if rest[count] / max(self.speeds) > best * _ALIKE:  # the costliest whole sample ends too late
                 continue
             pieces = self._pieces(order[:count], share * self.mean)
@@ -212,19 +230,18 @@ class _Search:
             sample = self.inputs.groups[at][0]
             length, cost = self.inputs.lengths[sample], self.inputs.costs[sample]
             if sample not in self.fits:
-                sizes = [size for size in self.blocks if length >= 2 * size]
+                least = 2 if length > self.cap else max(2, self.floor)
+                sizes = [size for size in self.blocks if length >= least * size]
                 self.fits[sample] = [size for size in sizes if max(self._cut(sample, size).tokens) <= self.cap]
             fits = self.fits[sample]
             if length > self.cap and not fits:
                 return ()
             enough = [size for size in fits if cost / size <= most] or fits[-1:]
-            long = [size for size in enough[:1] if length >= size * self.floor]
-            if enough and not long:
-                # As many pieces as the floor leaves, unless the sample cannot be whole.
-                long = [size for size in fits if size < enough[0] and length >= size * self.floor][-1:]
-                long = long or (fits[:1] if length > self.cap else [])
-            if long:
-                found.append((long[0], at))
+            if enough and length < enough[0] * self.floor:  # it cannot be whole
+                # As many pieces as the floor leaves, or else as few as there can be.
+                enough = [size for size in fits if length >= size * self.floor][-1:] or fits[:1]
+            if enough:
+                found.append((enough[0], at))
         return tuple(found)
 
     def _cut(self, sample: int, size: int) -> SplitSample:
@@ -281,8 +298,8 @@ class _Search:
             late = int(loads.argmax())
             if loads[late] <= self.mean * _ENOUGH:
                 return
-            earliest = np.argpartition(loads, most - 1)[:most]
-            for early in map(int, earliest[np.argsort(loads[earliest], kind="stable")]):
+            # Sorted as a whole: which of equal loads a partial sort takes depends on the processor.
+            for early in map(int, np.argsort(loads, kind="stable")[:most]):
                 if early != late and self._swap(draft, late, early):
                     loads[late], loads[early] = draft.loads[late], draft.loads[early]
                     break

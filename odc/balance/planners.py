@@ -10,6 +10,7 @@ from odc.balance.inputs import Inputs, read_inputs
 from odc.balance.packing import STEPS, best_fit_decreasing, pack, pack_evenly
 from odc.balance.partition import refine
 from odc.balance.plan import Plan
+from odc.errors import PlanError
 
 _ALL_STEPS = 1_000_000  # of the searches for one microbatch fewer, over all ranks
 _FEW, _NEAR = 1024, 1e-3  # samples up to which, and gap from which, `lb_mini` tries other plans
@@ -211,10 +212,12 @@ def lb_dynamic(
             stand alone.
     """
     inputs = read_inputs(lengths, ranks, max_tokens, cost, seed, None, None)
-    costs, order = inputs.costs, inputs.order
-    share = min(max_tokens, sum(lengths) // (ranks * max(1, per_rank)))
-    microbatches = [[i] for i in order if lengths[i] > share]
-    microbatches += best_fit_decreasing(lengths, [i for i in order if lengths[i] <= share], share)
+    if len({*inputs.caps}) > 1:
+        raise PlanError(f"lb_dynamic takes one max_tokens, as any rank may compute any microbatch; got {inputs.caps}")
+    costs, order, known = inputs.costs, inputs.order, inputs.lengths
+    share = min(*inputs.caps, sum(known) // (ranks * max(1, per_rank)))
+    microbatches = [[i] for i in order if known[i] > share]
+    microbatches += best_fit_decreasing(known, [i for i in order if known[i] <= share], share)
     microbatches.sort(key=lambda mb: -sum(costs[i] for i in mb))
     plan: list[list[list[int]]] = [[] for _ in range(ranks)]
     free = [(0.0, rank) for rank in range(ranks)]

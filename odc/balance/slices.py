@@ -104,5 +104,11 @@ def contiguous(length: int, pieces: int, cost: Cost) -> list[Slices]:
 
 
 def costs_of(slices: Sequence[Slices], cost: Cost) -> list[float]:
-    """Predicted cost of each piece: `cost` of every slice's prefix, less that of the tokens before the slice."""
-    return [sum(cost(stop) - (cost(start) if start else 0.0) for start, stop in piece) for piece in slices]
+    """Predicted cost of each piece: `cost` of every slice's prefix, less that of the tokens before the slice.
+
+    PlanError where the cost of a longer prefix is smaller.
+    """
+    costs = [sum(cost(stop) - (cost(start) if start else 0.0) for start, stop in piece) for piece in slices]
+    if min(costs) < 0.0:
+        raise PlanError("lb_split needs a cost that does not fall where a sample gets longer")
+    return costs

@@ -1,4 +1,4 @@
-"""The command line: `odc train | compare | plan | simulate | bench | doctor | status`."""
+"""The command line of odc."""
 
 from odc.cli.entry import main
 

@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Option
 
 from odc.bench.parts import PARTS, QUICK, THOROUGH
-from odc.cli.files import writing
+from odc.cli.files import require_writable, writing
 from odc.errors import ConfigError
 
 _HERE = [name for name, part in PARTS.items() if part.on != "cuda"]
@@ -54,13 +54,15 @@ def bench(
     parts = [name.strip() for name in only.split(",")] if only else suite.parts_of(on)
     worlds = _worlds(ranks) if ranks else suite.fitting_ranks(on)
     wanted = [_bytes(word) for word in (sizes or (_QUICK_SIZES if quick else _SIZES)).split(",")]
+    with writing("json", json):
+        json.parent.mkdir(parents=True, exist_ok=True)
+    require_writable("json", json)
     result = suite.run(parts, worlds, wanted, on, QUICK if quick else THOROUGH, tables.to_stderr)
     if on == "cuda" and not only:
         result["left_out"] += filter(None, (suite.unfit(name, on) for name in PARTS))
-    print(tables.show(result))
     with writing("json", json):
-        json.parent.mkdir(parents=True, exist_ok=True)
         json.write_text(jsonlib.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(tables.show(result))
     print(f"\nfigures  {json}")
     if result["failed"]:
         raise SystemExit(1)

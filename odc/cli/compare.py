@@ -45,7 +45,11 @@ Skip = Annotated[int, Option(help="First steps of every run that are not counted
 
 @options_from(
     JobConfig,
-    without=("arm", "save_every", "resume", "export", "merge", "valid", "valid_every"),
+    # Arms are compared on the same ranks, and under a launcher nothing starts a rank again.
+    without=(
+        *("arm", "save_every", "resume", "export", "merge", "valid", "valid_every"),
+        *("recover", "keep", "fewest", "rejoin_s"),
+    ),
     optional=("model", "data"),
 )
 def compare(
@@ -170,6 +174,7 @@ def carry_out(
     With a `team` it does so on the host that leads.
     """
     from rich.console import Console
+    from rich.text import Text
 
     from odc.experiments.report import compare
 
@@ -179,7 +184,7 @@ def carry_out(
         console.print(table)
     width = max(map(len, written))
     for kind, where in written.items():
-        console.print(f"{kind:<{width}}  {shlex.quote(str(where))}", highlight=False, soft_wrap=True)
+        console.print(Text(f"{kind:<{width}}  {shlex.quote(str(where))}"), soft_wrap=True)
     show("done")
 
 

@@ -41,6 +41,8 @@ def doctor(
     With --reach: host 0 prints all hosts, the ways between them, and which of them could be one; exit code 1 there if a
     way does not work.
     """
+    if (reach or model is not None) and (as_json or need is not None):
+        raise ConfigError("--reach and --model print tables of their own: leave out --need and --json")
     if reach:
         _print_reach()
         return
@@ -134,13 +136,23 @@ def _print_extras(console: Any, findings: list[Any]) -> None:
         wrapped(one.state, f"{one.what}: {one.found}")
 
 
+def _label(model: str) -> str:
+    """How the table calls a model: a file by its name, or its folder's, as all of Hugging Face's have one name."""
+    path = Path(model)
+    if path.suffix != ".json":
+        return model
+    return path.parent.name if path.stem == "config" else path.stem
+
+
 def _print_ledger(models: list[str], ranks: int, hosts: int) -> None:
     from rich.console import Console
 
     from odc.doctor.ledger import ledger_table
     from odc.simulate.catalog import config_named
 
-    configs = {Path(name).stem if name.endswith(".json") else name: config_named(name) for name in models}
+    labels = [_label(name) for name in models]
+    names = labels if len({*labels}) == len(models) else models
+    configs = {name: config_named(model) for name, model in zip(names, models, strict=True)}
     Console().print(ledger_table(configs, ranks, hosts))
 
 

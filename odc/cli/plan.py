@@ -10,8 +10,9 @@ from typer import Option
 
 from odc.balance import Cost, Plan, cost_from_config, linear_cost, policy_named, quadratic
 from odc.balance.inputs import read_elements, read_lengths
-from odc.cli.files import writing
+from odc.cli.files import require_writable, writing
 from odc.errors import ConfigError
+from odc.simulate.catalog import config_named
 
 
 def plan(
@@ -26,7 +27,11 @@ def plan(
         str | None, Option("--quadratic", metavar="A,B", help="Cost A*l + B*l*l.", show_default="one unit per token")
     ] = None,
     model: Annotated[
-        Path | None, Option(help="Hugging Face config (JSON): cost in FLOPs of this model.", show_default="none")
+        str | None,
+        Option(
+            help="Hugging Face config (JSON), its folder, or a name such as qwen2.5-7b: cost in FLOPs of this model.",
+            show_default="none",
+        ),
     ] = None,
     speeds: Annotated[str | None, Option(help="Speed of every rank, with commas.", show_default="all 1")] = None,
     field: Annotated[str, Option(help="Field of JSON objects: an integer, or a list to count.")] = "length",
@@ -44,6 +49,8 @@ def plan(
     json: Annotated[Path | None, Option(help="Where the plan goes as JSON.", show_default="nowhere")] = None,
 ) -> None:
     """Plan one minibatch whose sample lengths are in a file; print the table. All times are predicted."""
+    if json is not None:
+        require_writable("json", json)
     sizes = read_lengths(lengths, field)
     options: dict[str, Any] = {}
     if speeds is not None:
@@ -59,10 +66,11 @@ def plan(
     made: Plan = policy_named(policy.replace("-", "_"))(
         sizes, ranks, caps if len(caps) > 1 else caps[0], _cost(quadratic_cost, model), seed, **options
     )
-    print(made)
     if json is not None:
         with writing("json", json):
             json.write_text(made.to_json() + "\n", encoding="utf-8")
+    print(made)
+    if json is not None:
         print(f"plan     {json}")
 
 
@@ -74,7 +82,7 @@ def _of_one_policy(policy: str, only: str, what: str, options: dict[str, Any]) -
     return given
 
 
-def _cost(quadratic_cost: str | None, model: Path | None) -> Cost:
+def _cost(quadratic_cost: str | None, model: str | None) -> Cost:
     if quadratic_cost is not None and model is not None:
         raise ConfigError("quadratic and model are two costs: give one")
     if quadratic_cost is not None:
@@ -83,11 +91,7 @@ def _cost(quadratic_cost: str | None, model: Path | None) -> Cost:
             raise ConfigError(f"quadratic must be two numbers A,B, not {quadratic_cost!r}")
         return quadratic(*numbers)
     if model is not None:
-        try:
-            config = json_module.loads(model.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"model: {model} cannot be read as JSON: {error}") from error
-        return cost_from_config(config)
+        return cost_from_config(config_named(model))
     return linear_cost
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from odc.cli.files import require_writable, writing
+from odc.cli.files import json_text, require_writable, writing
 from odc.cli.options import options_from
 from odc.compiled import numba
 from odc.errors import ConfigError
@@ -45,34 +44,54 @@ def simulate(
     json: Annotated[str | None, Option(help="Where figures are written.", show_default="nowhere", **_OUTPUT)] = None,
 ) -> None:
     """Simulate arms on the same minibatches: table, bubbles along sweeps, JSON. Nothing is run or measured."""
+    from odc.simulate.study import AXES, study, sweep, usual_values
+
     if slow:
         from odc.experiments.config import factors_by_rank
 
         given["slow"] = factors_by_rank(slow)
-    for name, where in (("picture", picture), ("json", json)):
-        if where:
-            require_writable(name, Path(where))
+    axes = list(AXES) if sweeps == "all" else [axis.strip() for axis in sweeps.split(",")] if sweeps else []
+    if picture and not axes:
+        raise ConfigError("picture: say what to draw it along (--sweep all)")
+    if json:
+        require_writable("json", Path(json))
     from rich.console import Console
 
     from odc.simulate.report import study_table
-    from odc.simulate.study import AXES, study, sweep, usual_values
 
     scenario = Scenario(**((scenario_from_yaml(file) if file else {}) | given))
     began = time.monotonic()
-    axes = list(AXES) if sweeps == "all" else [axis.strip() for axis in sweeps.split(",")] if sweeps else []
-    values = {axis: usual_values(scenario, axis) for axis in axes}
+    values = {axis: found for axis in axes if (found := usual_values(scenario, axis))}
+    if axes and not values:
+        raise ConfigError(f"sweep: no value along {', '.join(axes)} goes with this scenario")
+    drawn = _drawable(picture or "simulated.png") if axes else None
     compiles = "; the first run compiles for half a minute" if numba() else ""
     _say(f"{len(scenario.arms)} arms on the same minibatches{compiles}")
     done = study(scenario)
+    swept: dict[str, list[Study]] = {}
+    _write(json, done, swept)
     Console().print(study_table(done))
-    swept = {axis: sweep(scenario, axis, values[axis], _say) for axis in axes}
-    if swept:
-        _draw(Path(picture or "simulated.png"), scenario, swept)
-    elif picture:
-        raise ConfigError("picture: say what to draw it along (--sweep all)")
+    for axis, along in values.items():
+        swept[axis] = sweep(scenario, axis, along, _say)
+        _write(json, done, swept)
+    if drawn is not None:
+        _draw(drawn, scenario, swept)
     if json:
-        _write(Path(json), done, swept)
+        print(f"figures  {json}")
     _say(f"done in {time.monotonic() - began:.1f} s")
+
+
+def _drawable(picture: str) -> Path:
+    """The file of a picture, a .png where no kind is named; ConfigError where it cannot be written."""
+    from odc.simulate.report import require_drawable
+
+    path = Path(picture)
+    require_writable("picture", path)
+    if not path.suffix:
+        path = Path(f"{path}.png")
+        require_writable("picture", path)
+    require_drawable(path)
+    return path
 
 
 def _draw(path: Path, scenario: Scenario, swept: dict[str, list[Study]]) -> None:
@@ -84,16 +103,18 @@ def _draw(path: Path, scenario: Scenario, swept: dict[str, list[Study]]) -> None
     print(f"picture  {path}")
 
 
-def _write(path: Path, done: Study, swept: dict[str, list[Study]]) -> None:
+def _write(json: str | None, done: Study, swept: dict[str, list[Study]]) -> None:
+    """Writes what is known by now, so that no later failure loses it."""
+    if not json:
+        return
     figures = {
         "schema": "odc-simulate-1",
         "command": ["odc", *sys.argv[1:]],
         "study": done.to_dict(),
         "sweeps": {axis: [one.to_dict() for one in studies] for axis, studies in swept.items()},
     }
-    with writing("json", path):
-        path.write_text(jsonlib.dumps(figures, indent=1) + "\n")
-    print(f"figures  {path}")
+    with writing("json", Path(json)):
+        Path(json).write_text(json_text(figures))
 
 
 def _say(text: str) -> None:

@@ -93,6 +93,7 @@ def table(answers: list[RankStatus]) -> Any:
     """A rich table of `answers`, which 80 columns hold: empty columns are left out."""
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
     roots = [root for answer in answers for root in answer.roots]
     several = any(len(answer.roots) > 1 for answer in answers)
@@ -125,7 +126,7 @@ def table(answers: list[RankStatus]) -> Any:
                 *[root["root"]] * several,
                 *_row(root, queued, saves, digits=0 if hosts or survives else 1),
             )
-    return Group(made, *troubles)
+    return Group(made, *map(Text, troubles))
 
 
 def _recovery(answer: RankStatus) -> list[str]:

@@ -98,7 +98,8 @@ def what_is_left(given: dict[str, Any], config: JobConfig, checkpoint: str | Non
         return []
     lines = ["wrote     " + ", ".join(map(shlex.quote, written))]
     if config.output:
-        again = {name: value for name, value in given.items() if name not in ("steps", "export", "resume")}
+        left_out = ("steps", "export", "merge", "resume")  # merge goes with an export only
+        again = {name: value for name, value in given.items() if name not in left_out}
         resume = {"resume": config.output}
         lines.append("go on     " + _command(start.words, again | {"steps": 2 * config.steps} | resume))
         if not config.export:

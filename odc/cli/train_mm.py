@@ -28,7 +28,10 @@ _TEXT_ONLY = (
     "slow",
     "optimizer_sharding",
 )
-_NOT_YET = ("least_piece", "valid", "valid_every", "lora", "lora_alpha", "lora_dropout", "lora_targets", "merge")
+_NOT_YET = (
+    *("least_piece", "valid", "valid_every", "lora", "lora_alpha", "lora_dropout", "lora_targets", "merge"),
+    *("recover", "keep", "fewest", "rejoin_s"),
+)
 
 
 @options_from(

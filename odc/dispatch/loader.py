@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from time import perf_counter
 from typing import Generic, TypeVar
 
@@ -36,8 +37,11 @@ class PlannedLoader(Generic[B]):
     """Iterates over (batch, plan), planned ahead. Every rank iterates over the same number of batches.
 
     `records_of` raises to refuse a batch, and nothing else may plan with the orchestrator meanwhile. `ahead` batches
-    are planned before they are asked for. What the thread raises is raised by the iteration, in its place. An iterator
-    that is dropped before its end stops its thread at the next batch.
+    are planned before they are asked for. What the thread raises is raised by the iteration, in its place. Ranks that
+    leave the loop early leave it after the same batch; what was planned ahead by then is planned all the same, so that
+    the orchestrators stay at the same step. A new loop goes on after it; before anything else does, call `close`. Where
+    `batches` is an iterator, which cannot begin again, the new loop plans once more the batches drawn ahead by the loop
+    before it, and loses none.
     """
 
     def __init__(
@@ -46,31 +50,40 @@ class PlannedLoader(Generic[B]):
         if ahead < 1:
             raise ValueError(f"ahead must be at least 1 batch, not {ahead!r}")
         self._batches, self._records_of, self._orchestrator, self._ahead = batches, records_of, orchestrator, ahead
-        self.overlap = Overlap()
+        self.overlap, self._worker = Overlap(), Worker("odc-plan")
+        self._drawn = deque[B]()  # batches that the latest loop has drawn and not handed out, in order
 
     def __iter__(self) -> Iterator[tuple[B, OwnPlan]]:
-        worker, plans, ahead = Worker("odc-plan"), self._plans(), deque[Job[tuple[B, OwnPlan] | None]]()
-        try:
-            while True:
-                while len(ahead) <= self._ahead + 1:  # `ahead` that are ready, one in the works, and the next one
-                    ahead.append(Job(lambda: next(plans, None)))
-                    worker.submit(ahead[-1])
-                began = perf_counter()
+        left, self._drawn = self._drawn, deque[B]()
+        drawn, ahead = self._drawn, deque[Job[tuple[B, OwnPlan] | None]]()
+        plans = self._plans(left, drawn)
+        while True:
+            while len(ahead) <= self._ahead + 1:  # `ahead` that are ready, one in the works, and the next one
+                ahead.append(Job(lambda: next(plans, None)))
+                self._worker.submit(ahead[-1])
+            began = perf_counter()
+            try:
                 found = ahead.popleft().wait()
-                if found is None:
-                    return
-                self.overlap.waited_s += perf_counter() - began
-                self.overlap.planning_s += found[1].planning_s
-                self.overlap.steps += 1
-                yield found
-        finally:
-            for job in ahead:
-                job.drop()
-            worker.close()
+            finally:
+                if drawn:
+                    drawn.popleft()  # handed out, or its error is raised
+            if found is None:
+                return
+            self.overlap.waited_s += perf_counter() - began
+            self.overlap.planning_s += found[1].planning_s
+            self.overlap.steps += 1
+            yield found
 
-    def _plans(self) -> Iterator[tuple[B, OwnPlan]]:
-        """On the worker's thread; ends with the first error."""
-        for batch in self._batches:
+    def close(self, within_s: float = 600.0) -> None:
+        """Wait so long for what is planned ahead of a loop that was left early; until then the exchange is in use."""
+        self._worker.close(within_s)
+        self._worker = Worker("odc-plan")
+
+    def _plans(self, left: deque[B], drawn: deque[B]) -> Iterator[tuple[B, OwnPlan]]:
+        """On the worker's thread; ends with the first error. `left` grows until the first batch is asked for."""
+        again = tuple(left) if isinstance(self._batches, Iterator) else ()
+        for batch in chain(again, self._batches):
+            drawn.append(batch)
             try:
                 records = self._records_of(batch)
             except Exception as error:

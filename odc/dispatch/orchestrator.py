@@ -93,7 +93,7 @@ class Orchestrator:
     def _row_of(self, records: Records) -> Ints:
         """What this rank gathers: its records, or why they are bad, so that all ranks refuse the step alike."""
         try:
-            caps = [self.llm.longest, *(encoder.longest for encoder in self.encoders)]
+            caps = [self.llm.cap, *(encoder.cap for encoder in self.encoders)]
             return records.check(self.exchange.me, caps).to_array()
         except PlanError as error:
             return _refusal(str(error))

@@ -46,10 +46,12 @@ class BalancePolicy:
 
     @property
     def algorithm(self) -> int:
-        """Of the paper: 1 and 4 for packed examples, 2 for padded ones, 5 where only attention pads."""
-        if self.padding == "none":
-            return 4 if self.beta else 1
-        return 2 if self.padding == "full" or not self.beta else 5
+        """Of the paper: 1 and 4 for packed examples, 2 for padded ones, 5 where only attention pads and matters."""
+        if self.padding == "full":
+            return 2
+        if not self.beta:
+            return 1
+        return 4 if self.padding == "none" else 5
 
     def cost(self, lengths: ArrayLike) -> float:
         """Predicted cost of one batch of examples of these lengths; 0 for none."""
@@ -60,11 +62,6 @@ class BalancePolicy:
         linear = b * longest if self.padding == "full" else float(known.sum())
         pairs = float((known * known).sum()) if self.padding == "none" else b * longest * longest
         return self.alpha * linear + self.beta * pairs
-
-    def costs(self, rearrangement: Rearrangement, lengths: ArrayLike) -> NDArray[np.float64]:
-        """[d] predicted cost of every destination instance, for lengths by flat source place."""
-        moved, at = rearrangement.take(lengths), rearrangement.new_starts
-        return np.array([self.cost(moved[at[i] : at[i + 1]]) for i in range(rearrangement.instances)])
 
 
 def post_balance(lengths: Sequence[ArrayLike], policy: BalancePolicy) -> Rearrangement:

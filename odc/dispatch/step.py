@@ -34,6 +34,12 @@ class Phase:
     bytes_in: int = 1  # of one input token in a move, for node-wise rearrangement; the LLM's inputs are text tokens
     bytes_out: int = 1  # of one token of an encoder's output
 
+    @property
+    def cap(self) -> int | None:
+        """The most tokens of one, by the phase and by its policy."""
+        caps = [self.longest, self.policy.longest if self.policy is not None else None]
+        return min((one for one in caps if one is not None), default=None)
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -58,10 +64,6 @@ class EncoderPlan:
     def lengths_at(self, instance: int) -> Ints:
         """Lengths of the subsequences that `instance` encodes, in order."""
         return self.lengths[self.inbound.arriving(instance)]
-
-    def tokens_at(self, instance: int) -> Ints:
-        """How many tokens for the LLM each of them becomes."""
-        return self.tokens[self.inbound.arriving(instance)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +120,7 @@ def plan_step(
     """
     if not records:
         raise PlanError("there are no instances to plan for")
-    caps = [llm.longest, *(encoder.longest for encoder in encoders)]
+    caps = [llm.cap, *(encoder.cap for encoder in encoders)]
     known = [record.check(instance, caps) for instance, record in enumerate(records)]
     joined = Records.joined(known)
     sequences, text = joined.sequence_lengths(), joined.text_tokens()

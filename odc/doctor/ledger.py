@@ -158,6 +158,7 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
     """
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     plain, views, rounded = ledgers = list[MemoryLedger](), list[MemoryLedger](), list[MemoryLedger]()
     for config in configs.values():
@@ -170,7 +171,7 @@ def ledger_table(configs: Mapping[str, Mapping[str, Any]], ranks: int, hosts: in
     where = "one host" if hosts == 1 else f"{hosts} hosts"
     table = Table(f"{unit} a GPU, {ranks} ranks on {where}", box=box.SIMPLE)
     for name in configs:
-        table.add_column(name, justify="right")
+        table.add_column(Text(name), justify="right")
 
     def row(name: str, numbers: Iterable[float]) -> None:
         table.add_row(name, *(f"{number:.2f}" for number in numbers))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -27,7 +28,7 @@ from odc.net.reactor import Reactor
 from odc.net.store import JobStore, store_of_hosts
 from odc.net.tcp import interface_of
 from odc.settings import Settings
-from odc.worker import in_background
+from odc.worker import Job, in_background
 
 PURPOSE = "reach"
 _PINGS, _LARGE = 5, 256 << 10  # bytes there and back
@@ -38,7 +39,7 @@ _START = "start it on every host, by the launcher of the job (srun, torchrun --n
 @dataclass(frozen=True)
 class Host:
     """Where the first process of a host listens, whose global rank is `rank`. `mtu` is in bytes, 0 where the interface
-    is not known; `place` is that of `odc.net.store.place`.
+    is not known; `place` is that of `odc.net.announced.place`.
     """
 
     number: int
@@ -132,7 +133,7 @@ def _look_around(network: HostNetwork, firsts: Sequence[int], shown: _Shown) -> 
     shown.show("host", dataclasses.astuple(mine))
     others = [*firsts[number + 1 :], *firsts[:number]]
     hosts = [mine, *(Host(*shown.of(rank, "host")) for rank in others)]
-    shown.show("ways", [dataclasses.astuple(_way(network, mine, other)) for other in hosts[1:]])
+    shown.show("ways", [dataclasses.astuple(way) for way in _ways(network, mine, hosts[1:])])
     ways = [Way(*way) for rank in firsts for way in shown.of(rank, "ways")]
     return sorted(hosts, key=lambda host: host.number), ways
 
@@ -185,23 +186,44 @@ def _echo(connection: socket.socket) -> None:
             connection.sendall(data)
 
 
-def _way(network: HostNetwork, mine: Host, other: Host) -> Way:
-    me, target = mine.number, other.number
+def _ways(network: HostNetwork, mine: Host, others: Sequence[Host]) -> list[Way]:
+    """All at once they are found to work or not, as one that a firewall drops takes `CONNECT_S`; rates come in turn."""
+    tries = [Job(functools.partial(_first_way, network, mine.number, other)) for other in others]
+    for one in tries:
+        in_background("odc-reach", one.run)
+    ways = []
+    for way, connection in [one.wait() for one in tries]:
+        if connection is not None:
+            with connection:
+                way = _way(connection, way.source, way.target, _PINGS)
+        ways.append(way)
+    return ways
+
+
+def _first_way(network: HostNetwork, me: int, other: Host) -> tuple[Way, socket.socket | None]:
+    """A way as it is at the first try; with its connection, if that works."""
     try:
         connection = network.dial(other.rank, PURPOSE)
     except OdcError as error:
-        return Way(me, target, wrong=str(error))
-    with connection:
-        connection.settimeout(_LARGE_S)
-        try:
-            pings = [_there_and_back(connection, 1) for _ in range(_PINGS)]
-        except OSError as error:
-            return Way(me, target, wrong=f"connected, but no byte comes back ({error})")
-        try:
-            took = [_there_and_back(connection, _LARGE) for _ in range(_PINGS)]
-        except OSError as error:
-            wrong = f"single bytes come back, {_LARGE >> 10} KiB do not ({error}): compare the MTUs of all on the way"
-            return Way(me, target, min(pings) * 1e3, wrong=wrong)
+        return Way(me, other.number, wrong=str(error)), None
+    connection.settimeout(_LARGE_S)
+    way = _way(connection, me, other.number, 1)
+    if way.wrong:
+        connection.close()
+        return way, None
+    return way, connection
+
+
+def _way(connection: socket.socket, me: int, target: int, times: int) -> Way:
+    try:
+        pings = [_there_and_back(connection, 1) for _ in range(times)]
+    except OSError as error:
+        return Way(me, target, wrong=f"connected, but no byte comes back ({error})")
+    try:
+        took = [_there_and_back(connection, _LARGE) for _ in range(times)]
+    except OSError as error:
+        wrong = f"single bytes come back, {_LARGE >> 10} KiB do not ({error}): compare the MTUs of all on the way"
+        return Way(me, target, min(pings) * 1e3, wrong=wrong)
     return Way(me, target, min(pings) * 1e3, 2 * _LARGE / min(took) / 1e6)
 
 

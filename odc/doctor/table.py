@@ -57,7 +57,7 @@ _DRIVER = (
     "else see `nvidia-smi` and dmesg"
 )
 _TORCH_CUDA = "install torch from an index with CUDA builds (TORCH_INDEX) that the driver above is new enough for"
-_PEER_ACCESS = "ranks on these devices need NVSHMEM, or devices joined by NVLink or one PCIe root"
+_PEER_ACCESS = "ranks of one host need devices that are joined by NVLink or one PCIe root"
 _COMPILER = (
     "install gcc and Python's headers (Debian: gcc, python3-dev); without them odc copies and adds by torch's kernels"
 )

@@ -29,13 +29,14 @@ def gather_results(
     into: Callable[[T], object] | None = None,
     chunk_bytes: int = 256 << 10,
     what: str = "results",
+    named: Callable[[Any], str] = repr,
 ) -> list[T] | None:
     """All ranks' rows on the group's first rank, sorted by index. Every rank calls it; it returns on all together.
 
     Args:
         rows: any number of rows of this rank, made of plain values (see `plain.PlainMessage.add`).
-        index: index of each row: numbers, strings or tuples of them that compare with each other. Tuples such as
-            (task, doc_id, filter, repeat) distinguish the rows of one document.
+        index: index of each row: numbers, strings or tuples of them that compare with each other on all ranks.
+            Tuples such as (task, doc_id, filter, repeat) distinguish the rows of one document.
         expected: all indices there should be; n stands for 0 to n - 1. None only checks for doubled ones. Read on the
             first rank.
         allow_missing: accept that expected rows are missing (a budget ran out).
@@ -43,32 +44,53 @@ def gather_results(
             If an error follows, it has received the rows that are right.
         chunk_bytes: rows are sent in messages of about this size, at least one row each.
         what: names the rows in messages.
+        named: gives the text for an index there.
 
     Returns the rows in order on the first rank (None with `into`), None on the others. Raises ResultsError for rows
-    that are not plain values (names the type) and for indices that are doubled, missing or not expected (names the
-    first of them and their ranks). Inside a session it reaches the other ranks as a PeerLostError.
+    that are not plain values (names the type) and for indices that do not compare, are doubled, missing or not expected
+    (names the first of them and their ranks). Inside a session it reaches the other ranks as a PeerLostError.
     """
     if len(rows) != len(index):
         raise ResultsError(f"rank {peers.rank}: {len(rows)} {what}, but {len(index)} indices")
-    own = ((index[i], peers.me, rows[i]) for i in sorted(range(len(rows)), key=index.__getitem__))
+    own = ((index[i], peers.me, rows[i]) for i in _in_order(index, f"rank {peers.rank}: an index of the {what}"))
     if peers.me:
         _send(own, peers, chunk_bytes, what)
         peers.meet(f"the end of gathering {what}")
         return None
-    streams = [own, *(_received(peers, member, what) for member in range(1, peers.world))]
-    report = _Report(what, peers.ranks)
+    one = f"rank {peers.rank}: one of the {what}"
+    checked = ((at, me, plain.sent(row, one)) for at, me, row in own)
+    streams = [checked, *(_received(peers, member, what) for member in range(1, peers.world))]
+    report = _Report(what, peers.ranks, named)
     everything: list[T] = []
     take = everything.append if into is None else into
-    wanted = None if expected is None else iter(range(expected) if isinstance(expected, int) else sorted(expected))
-    for _, _, row in report.checked(heapq.merge(*streams, key=lambda entry: entry[0]), wanted):
+    wanted = None if expected is None else iter(sorted(expected) if isinstance(expected, Iterable) else range(expected))
+    for _, _, row in _comparable(report.checked(heapq.merge(*streams, key=lambda entry: entry[0]), wanted), what):
         take(row)
     report.raise_if_wrong(allow_missing)
     peers.meet(f"the end of gathering {what}")
     return everything if into is None else None
 
 
+def _in_order(index: Sequence[Any], one: str) -> list[int]:
+    """Places in `index`, by what is there. ResultsError for what has no place in an order; `one` names it."""
+    for at in index:
+        if any(part != part for part in (at if isinstance(at, tuple) else (at,))):
+            raise ResultsError(f"{one} is {at!r}, which does not equal itself")
+    try:
+        return sorted(range(len(index)), key=index.__getitem__)
+    except TypeError as error:
+        raise ResultsError(f"{one} does not compare with another: {error}") from None
+
+
+def _comparable(entries: Iterator[T], what: str) -> Iterator[T]:
+    try:
+        yield from entries
+    except TypeError as error:
+        raise ResultsError(f"indices of the {what} do not compare over ranks, or with the expected: {error}") from None
+
+
 def gather_metrics(
-    scores: Mapping[Hashable, Iterable[tuple[Any, Any]]], peers: Peers, *, what: str = "scores"
+    scores: Mapping[Hashable, Iterable[tuple[Any, Any]]], peers: Peers
 ) -> dict[Any, list[tuple[Any, Any]]] | None:
     """Scores by metric, from ranks that may have different metrics and numbers of scores. Every rank calls it.
 
@@ -76,10 +98,11 @@ def gather_metrics(
     Returns on the first rank every metric that any rank has, sorted by its `repr`, with all its (index, score) in order
     of index; None on the others. Raises ResultsError where a metric has two scores of one index.
     """
-    metrics = sorted({key for keys in peers.exchange(list(scores), f"metrics of {what}") for key in keys}, key=repr)
+    metrics = sorted({key for keys in peers.exchange(list(scores), "metrics of scores") for key in keys}, key=repr)
     place = {metric: number for number, metric in enumerate(metrics)}
     rows = [(metric, (at, score)) for metric, pairs in scores.items() for at, score in pairs]
-    gathered = gather_results(rows, [(place[metric], pair[0]) for metric, pair in rows], peers, what=what)
+    index = [(place[metric], pair[0]) for metric, pair in rows]
+    gathered = gather_results(rows, index, peers, what="scores", named=lambda at: f"{at[1]!r} of {metrics[at[0]]!r}")
     if gathered is None:
         return None
     result: dict[Any, list[tuple[Any, Any]]] = {metric: [] for metric in metrics}
@@ -115,8 +138,8 @@ def _received(peers: Peers, member: int, what: str) -> Iterator[tuple[Any, int, 
 class _Report:
     """Counts the mistakes in a sorted stream of entries, and remembers the first of each kind."""
 
-    def __init__(self, what: str, ranks: Sequence[int]) -> None:
-        self._what, self._ranks = what, ranks
+    def __init__(self, what: str, ranks: Sequence[int], named: Callable[[Any], str]) -> None:
+        self._what, self._ranks, self._named_as = what, ranks, named
         self._counts = {"doubled": 0, "missing": 0, "not expected": 0}
         self._named: dict[str, list[str]] = {kind: [] for kind in self._counts}
 
@@ -129,20 +152,22 @@ class _Report:
         for entry in entries:
             at, member, _ = entry
             if last is not _END and at == last:
-                self._note("doubled", f"{at!r} from ranks {self._ranks[source]} and {self._ranks[member]}")
+                self._note(
+                    "doubled", f"{self._named_as(at)} from ranks {self._ranks[source]} and {self._ranks[member]}"
+                )
                 continue
             last, source = at, member
             while wanted is not None and want is not _END and want < at:
-                self._note("missing", repr(want))
+                self._note("missing", self._named_as(want))
                 want = next(wanted, _END)
             if wanted is not None and want != at:
-                self._note("not expected", f"{at!r} from rank {self._ranks[member]}")
+                self._note("not expected", f"{self._named_as(at)} from rank {self._ranks[member]}")
                 continue
             if wanted is not None:
                 want = next(wanted, _END)
             yield entry
         while wanted is not None and want is not _END:
-            self._note("missing", repr(want))
+            self._note("missing", self._named_as(want))
             want = next(wanted, _END)
 
     def raise_if_wrong(self, allow_missing: bool) -> None:

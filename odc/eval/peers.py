@@ -35,8 +35,9 @@ class Peers(Mailbox):
         messages = [own, *(self.receive(member, what) for member in range(1, self.world))]
         # This rank's is decoded as well, so that its value equals those of the other ranks.
         everyone = self._each([one for message in messages for one in plain.loads(message, what)], what)
+        reply = plain.dumps(everyone, what)
         for member in range(1, self.world):
-            self.send(member, plain.dumps(everyone, what), what)
+            self.send(member, reply, what)
         return everyone
 
     def _each(self, values: list[Any], what: str) -> list[Any]:

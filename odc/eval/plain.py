@@ -30,11 +30,12 @@ _reading = threading.Lock()  # `safe_globals` belongs to the whole process
 
 
 class PlainMessage:
-    """Values that are sent together; `what` names each in errors, `nbytes` is how long they are, roughly."""
+    """`values` that are sent together; `what` names each in errors, `nbytes` is how long they are, roughly."""
 
     def __init__(self, what: str) -> None:
         self.nbytes = 0
-        self._what, self._values, self._as_json = what, list[Any](), True
+        self.values = list[Any]()
+        self._what, self._as_json = what, True
 
     def add(self, value: Any) -> None:
         """Append a value.
@@ -43,16 +44,16 @@ class PlainMessage:
         scalars of numbers or texts, and dense CPU tensors. Raises ResultsError for any other type, and names it.
         """
         try:
-            self._values.append(self._taken(value))
+            self.values.append(self._taken(value))
         except RecursionError:
             raise ResultsError(f"{self._what} holds a value that is nested too deeply or contains itself") from None
 
     def encode(self) -> bytes:
         """What `loads` reads."""
         if self._as_json:
-            return json.dumps(self._values, separators=(",", ":")).encode()
+            return json.dumps(self.values, separators=(",", ":")).encode()
         message = io.BytesIO()
-        torch.save(self._values, message)
+        torch.save(self.values, message)
         return message.getvalue()
 
     def _taken(self, value: Any) -> Any:
@@ -89,6 +90,13 @@ class PlainMessage:
             "(numbers, texts, bytes, lists, tuples, sets, dicts, NumPy arrays, CPU tensors), for example "
             "dataclasses.asdict(value), and build objects from them on the rank that gathers"
         )
+
+
+def sent(value: Any, what: str) -> Any:
+    """What another rank would receive; raises as `PlainMessage.add` does."""
+    message = PlainMessage(what)
+    message.add(value)
+    return message.values[0]
 
 
 def dumps(values: Iterable[Any], what: str) -> bytes:

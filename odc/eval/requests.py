@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -99,7 +100,7 @@ def pad_requests(
 
 def run_requests(
     requests: Sequence[T],
-    run: Callable[[list[T]], Sequence[R]],
+    run: Callable[[list[T]], Iterable[R]],
     peers: Peers,
     *,
     owners: Sequence[int] | None = None,
@@ -126,10 +127,10 @@ def run_requests(
     ranks have different requests, or owners that are not members; ResultsError if `run` returned another number of
     answers than it had requests.
     """
-    owners = [number % peers.world for number in range(len(requests))] if owners is None else owners
+    owners = [number % peers.world for number in range(len(requests))] if owners is None else list(map(int, owners))
     if len(owners) != len(requests) or not all(0 <= owner < peers.world for owner in owners):
         raise PlanError(f"rank {peers.rank}: owners of {kind} are not one of {peers.world} members for each request")
-    seen = zlib.crc32(repr(list(owners)).encode())
+    seen = zlib.crc32(repr(owners).encode())
     for request in requests if key else ():
         seen = zlib.crc32(repr(key(request)).encode(), seen)  # type: ignore[misc]
     everyone = peers.exchange((len(requests), seen), f"agreement on {kind}")
@@ -137,8 +138,9 @@ def run_requests(
         counts = ", ".join(f"rank {rank}: {one[0]}" for rank, one in zip(peers.ranks, everyone, strict=True))
         raise PlanError(f"ranks were given different {kind} or owners ({counts}); every rank must build the same ones")
     mine = [number for number, owner in enumerate(owners) if owner == peers.me]
-    plan = RequestPlan({kind: tuple(list(owners).count(member) for member in range(peers.world))}, peers.me)
+    counted = Counter(owners)
+    plan = RequestPlan({kind: tuple(counted[member] for member in range(peers.world))}, peers.me)
     own = [requests[number] for number in mine]
     padded = pad_requests(own, plan, kind, mode="pad" if pad else "none", make_pad=lambda: copy.copy(requests[-1]))
-    answers = padded.keep(run(padded.requests)) if padded.requests else []
+    answers = padded.keep([*run(padded.requests)]) if padded.requests else []
     return gather_results(answers, mine, peers, expected=len(requests), what=f"answers to {kind}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,11 +17,13 @@ from torch import nn
 
 from odc.errors import OdcError, PeerLostError
 from odc.eval.peers import Peers
-from odc.fsdp import live_roots
+from odc.fsdp import live_roots, sharded_tops
 from odc.net import JobStore
 from odc.net.announced import announce_process
 from odc.runtime import refuse_losses
 from odc.settings import LONGEST_TIMEOUT_S
+
+_MARK = "_is_fsdp_managed_module"  # torch's, by which transformers knows a sharded model
 
 
 @contextlib.contextmanager
@@ -37,10 +38,12 @@ def session(
 
     Args:
         group: the ranks that evaluate together; None takes the world, or just this process without torch.distributed.
-        modules: the models to evaluate. Roots sharded by odc publish their shards first, so that even a rank without
-            requests serves its peers, and generate `unsynced`. Each forward counts as progress.
-        timeout_s: how many seconds to wait for a rank that makes no progress: no forward of `modules`, nothing sent,
-            no `peers.tick()`. Then WaitTimeoutError names it.
+            A sharded model's ranks outside of it call `model.publish()`, for which the others wait.
+        modules: the models to evaluate, or modules that hold them. What odc has sharded there publishes its shards
+            first, so that even a rank without requests serves its peers, and generates `unsynced`. Each of their
+            forwards counts as progress.
+        timeout_s: how many seconds to wait for a rank that makes no progress: no forward, nothing sent, no
+            `peers.tick()`. Then WaitTimeoutError names it.
 
     Raises PeerLostError if another rank failed, one of this host has ended, or the job of a sharded model was aborted;
     OdcError if this process is not in the group.
@@ -51,12 +54,15 @@ def session(
     with hooks:
         try:
             for module in held:
-                publish = getattr(module, "publish", None)
-                if publish is not None:
-                    publish()
+                roots = sharded_tops(module)
+                for root in roots:
+                    root.publish()
+                if roots:
                     hooks.enter_context(unsynced(module))
                 tick = torch.compiler.disable(lambda *_: peers.tick())  # not compiled, even in a compiled module
-                hooks.callback(module.register_forward_pre_hook(tick).remove)
+                ticking: set[Any] = {module, *roots, *_generating(module)}
+                for one in ticking:
+                    hooks.callback(one.register_forward_pre_hook(tick).remove)
             yield peers
             peers.leave("the end of the evaluation")
         except BaseException as error:
@@ -70,20 +76,24 @@ def session(
 
 @contextlib.contextmanager
 def unsynced(module: nn.Module) -> Iterator[None]:
-    """Inside, `module.generate` of transformers does not keep ranks in step; no-op for modules without one.
+    """Inside, transformers' `generate` of `module`, and of every module in it, does not keep ranks in step.
 
-    By default it all-reduces a flag for each token of an FSDP2 model, so that all ranks run equally many forwards.
-    Under odc they need not, and a rank with no text left to generate would hang the others. A session includes this.
+    By default it all-reduces a flag for each token of a sharded model, so that all ranks run equally many forwards.
+    Under odc they need not, and a rank with no text left to generate would hang the others. `synced_gpus=True` in the
+    call still asks for it. A session includes this.
     """
-    generate = getattr(module, "generate", None)
-    if generate is None or "synced_gpus" not in inspect.signature(generate).parameters or "generate" in vars(module):
-        yield
-        return
-    module.generate = functools.partial(generate, synced_gpus=False)  # type: ignore[assignment]
+    marked = [one for one in _generating(module) if vars(one).get(_MARK)]
+    for one in marked:
+        setattr(one, _MARK, False)
     try:
         yield
     finally:
-        del module.generate
+        for one in marked:
+            setattr(one, _MARK, True)
+
+
+def _generating(module: nn.Module) -> list[nn.Module]:
+    return [one for one in module.modules() if callable(getattr(one, "generate", None))]
 
 
 def _join(group: dist.ProcessGroup | None, timeout_s: float) -> Peers:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,6 +33,7 @@ FOLDER = "checkpoints"
 LATEST = "latest"
 JOB_FILE = "job.json"
 _ON_CUDA = "-cuda"
+_OLD = ".old.partial"  # ends the folder of a step that is saved again, until the new one is named
 _MOMENTS = "optimizer.state"  # a parameter's have its name and their own after it
 
 
@@ -47,8 +49,9 @@ def find_checkpoint(path: Path) -> Path:
         marker = folder / LATEST
         if marker.is_file():
             found = folder / marker.read_text().strip()
-            if (found / JOB_FILE).is_file():
-                return found
+            for one in (found, found.with_name(found.name + _OLD)):
+                if (one / JOB_FILE).is_file():
+                    return one
             raise ConfigError(f"resume: {marker} names {found.name}, which is not there or not complete")
     raise ConfigError(f"resume: no checkpoint in {path} (expected {JOB_FILE}, {LATEST} or {FOLDER}/{LATEST})")
 
@@ -74,8 +77,8 @@ def save(output: Path, step: int, model: Module, optimizer: Optimizer, job: dict
     together(lambda: _clear(folder, partial), f"cannot prepare {partial}")
     try:
         state_dict_saver.save(_state(model, optimizer), checkpoint_id=partial)
-    except Exception as error:
-        raise CheckpointError(f"step {step}: cannot write the checkpoint {partial}: {error}") from error
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"step {step}: cannot write the checkpoint {partial}: {_reason(error)}") from error
     together(lambda: _complete(partial, final, {"step": step} | job), f"cannot complete {final}")
     return final
 
@@ -96,13 +99,21 @@ def load(checkpoint: Path, model: Module, optimizer: Optimizer, *, alone: bool =
     random = state["random"] = {key: own for key, own in state["random"].items() if f"random.{key}" in saved}
     try:
         state_dict_loader.load(state, checkpoint_id=checkpoint, no_dist=alone)
-    except Exception as error:
-        raise CheckpointError(f"cannot load the checkpoint {checkpoint}: {error}") from error
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"cannot load the checkpoint {checkpoint}: {_reason(error)}") from error
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=StateDictOptions(strict=False))
     for key, own in random.items():
         (torch.cuda.set_rng_state if key.endswith(_ON_CUDA) else torch.set_rng_state)(own)
     return job
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, of torch's exception, which holds a traceback of each rank, on the first of them."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    rank, (found, _) = min(error.failures.items(), key=lambda one: one[0])
+    return f"rank {rank}: {type(found).__name__}: {found}"
 
 
 def _state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -117,6 +128,10 @@ def _state(model: Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def _clear(folder: Path, partial: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"*{_OLD}"):
+        final = old.with_name(old.name.removesuffix(_OLD))
+        if not final.exists():  # the job ended between two renames
+            os.rename(old, final)
     for left in folder.glob("*.partial"):
         shutil.rmtree(left)
     partial.mkdir()
@@ -124,12 +139,15 @@ def _clear(folder: Path, partial: Path) -> None:
 
 def _complete(partial: Path, final: Path, job: dict[str, Any]) -> None:
     (partial / JOB_FILE).write_text(json.dumps(job, indent=1) + "\n")
-    if final.exists():
-        shutil.rmtree(final)
+    before = final.with_name(final.name + _OLD)
+    if final.exists():  # of a step that is saved again, which `latest` may name
+        os.rename(final, before)
     os.rename(partial, final)
     marker = final.parent / f"{LATEST}.partial-marker"
     marker.write_text(final.name + "\n")
     os.replace(marker, final.parent / LATEST)
+    if before.exists():
+        shutil.rmtree(before)
 
 
 def together(action: Callable[[], None], failure: str) -> None:

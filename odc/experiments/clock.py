@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
+from odc.experiments.update import by_rank
 from odc.net.announced import host_identity
 from odc.trace import Span
 
@@ -30,7 +31,7 @@ class CommonClock:
         self._now = now
         self.offset_ns = self.error_ns = 0
         digest = hashlib.sha256((identity or host_identity()).encode()).digest()
-        found = _gathered(int.from_bytes(digest[:7]))
+        found = by_rank(torch.tensor(int.from_bytes(digest[:7]))).tolist()
         numbers = {host: number for number, host in enumerate(dict.fromkeys(found))}
         self.hosts = tuple(numbers[host] for host in found)
         self.host = self.hosts[dist.get_rank()]
@@ -46,8 +47,7 @@ class CommonClock:
                 self._answer(first)
             elif host and me == first:
                 measured = min((self._trip() for _ in range(_TRIPS)), key=lambda trip: trip[1])
-        offsets, errors = _gathered(measured[0]), _gathered(measured[1])
-        self.offset_ns, self.error_ns = (column[self._first[self.host]] for column in (offsets, errors))
+        self.offset_ns, self.error_ns = by_rank(torch.tensor(measured))[self._first[self.host]].tolist()
 
     def _answer(self, rank: int) -> None:
         asked = torch.empty(1, dtype=torch.int64)
@@ -67,11 +67,3 @@ class CommonClock:
         """The same spans, timed by the clock of rank 0's host."""
         by = self.offset_ns
         return [span._replace(start_ns=span.start_ns + by, end_ns=span.end_ns + by) if by else span for span in spans]
-
-
-def _gathered(number: int) -> list[int]:
-    """Every rank's number, by rank. All ranks meet."""
-    mine = torch.tensor([number])
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
-    return [int(row) for row in rows]

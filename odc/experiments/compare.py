@@ -109,7 +109,7 @@ def run_arms(
             refuse_skipped(arm, results)
             recorded, windows = read_spans(spans, workload.job.ranks), workload.windows
             measured = measure(recorded, config.skip * windows, workload.job.steps * windows)
-            parts = workload.dissect(split_waits(recorded).spans_by_rank, measured)
+            parts = workload.dissect(recorded, measured)
             runs[arm].append(ArmRun(results, measured, stolen, parts))
     return runs
 

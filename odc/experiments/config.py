@@ -193,8 +193,10 @@ class JobConfig:
 
     def settings(self) -> Settings:
         """The runtime's settings under the odc arms; only the dynamic one has a queue."""
-        # Room for the largest microbatches that a rank may have to offer: as many as its part of the samples.
-        room = 64 + -(-self.minibatch_size // self.ranks) * (_OFFER_BYTES + self.max_tokens * _OFFER_BYTES_PER_TOKEN)
+        # Room for the largest microbatches that a rank may offer: as many as its part of the samples, however few ranks
+        # are left.
+        samples = -(-self.minibatch_size // (self.fewest or self.ranks))
+        room = 64 + samples * (_OFFER_BYTES + self.max_tokens * _OFFER_BYTES_PER_TOKEN)
         return Settings(
             reproducible=self.reproducible,
             accumulate=self.accumulate,

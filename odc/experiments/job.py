@@ -26,6 +26,7 @@ from odc.experiments.hosts import HostTeam
 from odc.experiments.launch import launch
 from odc.experiments.progress import Progress
 from odc.experiments.results import JobResult, SkippedStep, StepRecord
+from odc.experiments.update import by_rank
 from odc.experiments.workload import Workload
 from odc.fsdp import shutdown
 from odc.recovery import Recovery
@@ -221,10 +222,11 @@ class RankJob:
         # A new process has those of the one whose place it takes, the others more than were kept.
         self.spans = gone_back(self.spans or state["spans"], recorder().newest)
         self._clock = None  # made anew by all ranks
-        reported: list[StepRecord | SkippedStep] = [*self.records, *self.skipped]
-        done = max((record.step for record in reported), default=0)
+        self.progress.show(self.workload.shown and self.rank == 0)
         if self.workload.log is not None and self.rank == 0:
-            _drop_after(self.workload.log, done)
+            assert self.recovery is not None
+            # A job that was resumed has no records of the steps before.
+            _drop_after(self.workload.log, self.recovery.step)
 
     def _resume(self) -> int:
         resume, log, recovery = self.workload.job.resume, self.workload.log, self.recovery
@@ -256,9 +258,7 @@ class RankJob:
         """
         workload, spans = self.workload, self._take_spans()
         mine = torch.tensor(_own_windows(self.rank, spans, workload.windows))
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, mine)
-        starts, ends, busy = torch.stack(rows).unbind(2)  # [ranks, windows] each
+        starts, ends, busy = by_rank(mine).unbind(2)  # [ranks, windows] each
         if not ends.all():
             return None
         return 1.0 - float(busy.double().mean(0).sum()) / float((ends.amax(0) - starts.amin(0)).sum())

@@ -13,6 +13,7 @@ from odc.experiments.checkpoint import find_checkpoint
 from odc.experiments.config import TOKENIZERS, JobConfig
 from odc.experiments.data.sources import is_datasets_folder, parquet_files
 from odc.experiments.device import check_device
+from odc.experiments.text.export import PARTIAL
 from odc.experiments.text.model import has_weights, shipped_config
 from odc.memory import require_add
 
@@ -41,7 +42,8 @@ def preflight(config: JobConfig) -> None:
         folder = getattr(config, name)
         if folder is not None:
             writable_folder(Path(folder), name)
-    if config.export is not None and any(Path(config.export).iterdir()):
+    found = [] if config.export is None else [path.name for path in Path(config.export).iterdir()]
+    if found and PARTIAL not in found:  # which is removed last: an export that was interrupted is written again
         raise ConfigError(f"export: {config.export} is not empty; name a new folder")
 
 

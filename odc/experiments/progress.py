@@ -13,11 +13,20 @@ class Progress:
     """Shows phases and steps of one job on `stream` (default: standard error), with `label` in front."""
 
     def __init__(self, steps: int, label: str = "", shown: bool = True, stream: IO[str] | None = None) -> None:
-        self._steps, self._label, self._shown = steps, label or "odc train", shown
+        self._steps, self._label = steps, label or "odc train"
         self._stream = stream if stream is not None else sys.stderr
         self._started = time.monotonic()
         self._last_line = -_LINE_EVERY_S
-        self._live: Any = _live_line(self._stream, steps, self._label) if shown and self._stream.isatty() else None
+        self._live: Any = None
+        self.show(shown)
+
+    def show(self, shown: bool) -> None:
+        """Show what comes from now on, or nothing of it."""
+        if shown and self._live is None and self._stream.isatty():
+            self._live = _live_line(self._stream, self._steps, self._label)
+        elif not shown:
+            self.close()
+        self._shown = shown
 
     def phase(self, text: str) -> None:
         """Shows what the job does now."""

@@ -57,11 +57,15 @@ def adamw(parameters: Iterable[nn.Parameter], config: JobConfig) -> AdamW:
 
 def gather(mine: Sequence[float]) -> list[list[float]]:
     """Every rank's numbers, by rank, in fp64. All ranks meet."""
-    row = torch.tensor(mine, dtype=torch.float64)
-    rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     with recorder().span(WAIT, peer=COLLECTIVE):
-        dist.all_gather(rows, row)
-    return [one.tolist() for one in rows]
+        return by_rank(torch.tensor(mine, dtype=torch.float64)).tolist()
+
+
+def by_rank(mine: torch.Tensor) -> torch.Tensor:
+    """Every rank's tensor, of one shape: [ranks, *shape]. All ranks meet."""
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows)
 
 
 def agree(name: str, loss_sum: float, *others: float) -> tuple[float, list[list[float]]]:

@@ -49,7 +49,9 @@ class Trainer(ABC):
 
     @abstractmethod
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes what `state` returned; called before `start`."""
+        """Takes what `state` returned: before `start` where a job resumes, and after it whenever a job that survives
+        deaths goes back to a step that was kept. What was prepared for later steps must be dropped then.
+        """
 
     def validate(self, done: int) -> float | None:
         """The loss of a validation set after `done` steps, the same on every rank; None where none is due.
@@ -139,7 +141,7 @@ class Workload(ABC, Generic[C]):
         """All options as JSON types."""
 
     def dissect(self, spans_by_rank: Mapping[int, Sequence[Span]], measured: Breakdown) -> Any:
-        """What a run's figures need of its spans beside the breakdown; kept as `ArmRun.parts`."""
+        """What a run's figures need of its spans, as recorded, beside the breakdown; kept as `ArmRun.parts`."""
         return None
 
     @abstractmethod

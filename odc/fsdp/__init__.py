@@ -5,7 +5,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from odc.fsdp._torch_compat import default_store, forget_forward_order
 from odc.fsdp.boundaries import minibatch
 from odc.fsdp.call import fully_shard, shutdown
-from odc.fsdp.module import OdcModule
+from odc.fsdp.module import OdcModule, sharded_tops
 from odc.fsdp.root import Root, live_roots, root_of
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "live_roots",
     "minibatch",
     "root_of",
+    "sharded_tops",
     "shutdown",
 ]

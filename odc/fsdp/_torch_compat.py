@@ -5,9 +5,10 @@ Where supported versions differ, the code asks which names exist, never for a ve
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from odc.errors import UnsupportedError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Resettable(Protocol):
@@ -47,14 +51,16 @@ except ImportError as error:
 # torch 2.15's; a handle of odc's is one where torch has it.
 GradientReductionHandle: Any = getattr(fsdp, "GradientReductionHandle", object)
 
-__all__ = ["FSDPMeshInfo", "FSDPModule", "FSDPParam", "FSDPParamGroup", "FSDPState", "torch_fully_shard"]
+__all__ = [
+    "FSDPMeshInfo", "FSDPModule", "FSDPParam", "FSDPParamGroup", "FSDPState", "TrainingState", "torch_fully_shard",
+]  # fmt: skip
 
 # Every name of torch's objects that is used below and that torch does not promise to keep. Names found on the class
 # (methods, properties, annotated attributes), and attributes found among the names that a method's code stores.
 _ON_CLASS: dict[type, tuple[str, ...]] = {
     FSDPParamGroup: (
         "unshard", "wait_for_unshard", "pre_forward", "pre_backward", "post_backward", "finalize_backward",
-        "_to_unsharded", "_to_sharded", "is_unsharded",
+        "_to_unsharded", "_to_sharded", "is_unsharded", "_record_post_forward",
     ),
     FSDPState: ("_lazy_init",),
     FSDPParam: (
@@ -70,7 +76,7 @@ _ON_CLASS: dict[type, tuple[str, ...]] = {
 _STORED: dict[tuple[type, str], tuple[str, ...]] = {
     (FSDPParamGroup, "__init__"): (
         "fsdp_params", "mesh_info", "comm_ctx", "reduce_grads", "gradient_divide_factor", "unshard_in_backward",
-        "_training_state", "_module_fqn", "modules", "device", "_post_forward_indices",
+        "_training_state", "_module_fqn", "modules", "device",
     ),
     (FSDPState, "__init__"): ("_is_root", "_state_ctx", "_comm_ctx", "_training_state", "_modules_to_run_forward"),
     (FSDPState, "init"): ("_modules",),
@@ -83,10 +89,10 @@ _STORED: dict[tuple[type, str], tuple[str, ...]] = {
     (FSDPParam, "__init__"): ("all_gather_outputs", "_param_fqn", "_module_info"),
     (FSDPParam, "_init_sharded_param"): ("fsdp_placement",),
 }  # fmt: skip
-_ELSEWHERE: dict[str, tuple[Any, str]] = {
+_ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "distributed_c10d": (distributed_c10d, "_get_default_store"),
     "autograd.Variable": (torch.autograd.Variable, "_execution_engine"),
-    "_C": (torch._C, "_current_graph_task_id"),
+    "_C": (torch._C, "_current_graph_task_id", "_are_functorch_transforms_active", "_DisableFuncTorch"),
     "autograd": (torch.autograd, "_unsafe_preserve_version_counter"),
     "DeviceMesh": (DeviceMesh, "_flatten"),
 }
@@ -121,7 +127,8 @@ def _check() -> None:
     missing += [f"FSDPParam.{name}" for name in varying if name not in of_param]
     if not {"_fsdp_param_groups", "_fsdp_param_group"} & {*_stored(FSDPState, "__init__")}:
         missing.append("FSDPState._fsdp_param_groups")
-    missing += [f"{where}.{name}" for where, (owner, name) in _ELSEWHERE.items() if not hasattr(owner, name)]
+    for where, (whole, *parts) in _ELSEWHERE.items():
+        missing += [f"{where}.{name}" for name in parts if not hasattr(whole, name)]
     if missing:
         raise lacking(", ".join(missing))
 
@@ -162,14 +169,18 @@ def groups_of_root(state: FSDPState) -> list[FSDPParamGroup]:
     return list(dict.fromkeys(group for below in state._state_ctx.all_states for group in groups_of_state(below)))
 
 
+class UnorderedGroup(FSDPParamGroup):
+    """A parameter group that notes no order of forwards, which torch forgets only at the end of a last backward."""
+
+    def _record_post_forward(self) -> None:
+        """Nothing: odc fetches ahead in an order of its own."""
+
+
 class Iteration:
     """What torch keeps of one initialised root during an iteration, and clears only if no exception comes between."""
 
     def __init__(self, state: FSDPState) -> None:
         self._root: Any = state
-
-    def forget_order(self) -> None:
-        self._root._comm_ctx.post_forward_order.clear()
 
     def is_last_backward(self) -> bool:
         """Whether the next backward ends the minibatch; see `FSDPModule.set_is_last_backward`."""
@@ -199,7 +210,6 @@ class Iteration:
         As `FSDPModule.reset_iter_state` (torch 2.13), on every torch, without what collectives leave behind.
         """
         context = self._root._state_ctx
-        self.forget_order()
         for group in groups:
             group.give_up()
         for state in context.all_states:
@@ -212,7 +222,21 @@ class Iteration:
 def make_idle(group: FSDPParamGroup) -> None:
     """The training state of a group that takes part in no forward or backward."""
     group._training_state = TrainingState.IDLE
-    group._post_forward_indices.clear()
+
+
+def outside_functorch(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, run outside of `torch.func`'s transforms, which see what the model computes and not what is fetched
+    for it (FSDP2 from torch 2.13).
+    """
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return outside
 
 
 def is_in_backward() -> bool:

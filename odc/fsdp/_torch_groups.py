@@ -30,6 +30,8 @@ for _owner, _name in (
     (DeviceMesh, "_get_root_mesh"),
     (distributed_c10d, "_resolve_process_group"),
     (distributed_c10d, "_abort_process_group"),
+    (cast(Any, distributed_c10d)._world, "pg_backend_config"),
+    (cast(Any, distributed_c10d)._world, "pg_group_ranks"),
 ):
     if not hasattr(_owner, _name):
         raise lacking(_name)
@@ -92,25 +94,31 @@ def drop_groups(groups: Iterable[FSDPParamGroup]) -> None:
         mesh._pg_registry.clear()
     if not dist.is_initialized():
         return
-    if dist.group.WORLD not in _cut_short:
-        close_connections()
+    for group in gloo_groups(dist.get_rank()):  # another rank may still wait in one; a program may keep one
+        close_connections(group)
     if nccl_parts():
         cast(Any, distributed_c10d)._abort_process_group()
     else:
         dist.destroy_process_group()
 
 
-def close_connections() -> None:
-    """Close what gloo has connected for the default group, all of whose ranks are connected. Waits for none of them.
+def gloo_groups(rank: int) -> list[Any]:
+    """The process groups in which gloo connects this process to `rank` (global)."""
+    world = cast(Any, distributed_c10d)._world
+    found = [group for group, backends in dict(world.pg_backend_config).items() if "gloo" in backends]
+    return [one for one in found if one not in _cut_short and rank in world.pg_group_ranks.get(one, ())]
+
+
+def close_connections(group: Any = None) -> None:
+    """Close what gloo has connected for `group` (None: the default one). On any thread; waits for no other rank.
 
     What other ranks wait for on them fails at once. Destroying the group would close them too, but gloo first waits
     until nothing is left to be read, and never reads what a live rank has sent for a collective that failed here. One
-    receive that is late makes it close all of the group's connections.
+    receive that is late makes it close all of the group's connections; one from any rank connects to none.
     """
-    for peer in set(range(dist.get_world_size())) - {dist.get_rank()}:
-        with contextlib.suppress(RuntimeError):  # late, or closed before
-            work: Any = dist.irecv(torch.empty(1, device="cpu"), peer, tag=_NEVER_SENT)
-            work.wait(timedelta(milliseconds=1))
+    with contextlib.suppress(RuntimeError):  # late, or closed before
+        work: Any = dist.irecv(torch.empty(1, device="cpu"), group=group, tag=_NEVER_SENT)
+        work.wait(timedelta(milliseconds=1))
 
 
 def keep_for_ever() -> None:

@@ -6,7 +6,6 @@ What odc could not do right later is refused before any module is touched.
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any, TypedDict, Unpack, cast, get_args, overload
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from odc.errors import UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import hooks
+from odc.fsdp._torch_forward import hook_methods, is_nested
 from odc.fsdp._torch_param import params_of
 from odc.fsdp.group import adopt
 from odc.fsdp.module import OdcModule, add_methods
@@ -33,7 +33,7 @@ from odc.runtime import await_releases, daemon, end_nvshmem, leave_arenas, stop_
 from odc.settings import OptimizerSharding, Settings
 
 _at_exit = False
-_joined: tuple[int, weakref.ref[Any]] | None = None  # the process and the store of its job
+_joined: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None  # the store of this process's job, and the daemon
 
 
 class _Options(TypedDict, total=False):
@@ -84,7 +84,7 @@ def fully_shard(
     Raises:
         TypeError: `settings` are no `Settings`.
         ValueError: an unknown `optimizer_sharding`.
-        UnsupportedError: a mesh, policy or mix of dtypes that odc cannot do right, or a queue without libatomic.
+        UnsupportedError: a mesh, policy, class or mix of dtypes that odc cannot do right, or a queue without libatomic.
     """
     _watch_exit()
     _refuse_options(settings, offload_policy)
@@ -92,6 +92,7 @@ def fully_shard(
     _refuse_mesh(mesh)
     mesh, node_size = _divide(mesh, optimizer_sharding, settings or Settings())
     modules = module if isinstance(module, list) else [module]
+    _refuse_classes(modules)
     _refuse_sharded_above(modules)
     _refuse_mixed_dtypes(modules, ignored_params or set())
     whole = reshard_after_forward if isinstance(reshard_after_forward, bool) or reshard_after_forward is None else True
@@ -106,10 +107,7 @@ def fully_shard(
     for group in compat.groups_of_state(compat.state_of(cast(compat.FSDPModule, modules[0]))):
         adopt(group, root_above, node_size)
     for one in modules:
-        add_methods(one)
-        # Of a compiled block too the hook runs as it is: traced, it would have every weak dictionary of torch as input.
-        one.register_forward_pre_hook(torch.compiler.disable(_before_forward), prepend=True)
-        one.register_load_state_dict_pre_hook(_before_load)
+        _hook(one)
     register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), settings)
     join_job(dist.get_rank(), settings)
     return module
@@ -117,6 +115,16 @@ def fully_shard(
 
 # torch's own function: the state of a sharded module, None of any other module.
 cast(Any, fully_shard).state = cast(Any, compat.torch_fully_shard).state
+
+
+def _hook(module: nn.Module) -> None:
+    """What odc adds to a module that torch has sharded."""
+    add_methods(module)
+    # Of a compiled block too the hook runs as it is: traced, it would have every weak dictionary of torch as input.
+    before: Any = torch.compiler.disable(_before_forward)
+    module.register_forward_pre_hook(before, prepend=True)
+    hook_methods(cast(compat.FSDPModule, module), before)
+    module.register_load_state_dict_pre_hook(_before_load)
 
 
 def _watch_exit() -> None:
@@ -129,9 +137,10 @@ def join_job(rank: int, settings: Settings | None) -> None:
     """What a process needs from its first sharded module on, and again in each new process group."""
     global _joined, _at_exit
     server, store = daemon(rank), compat.default_store()
-    if _joined is None or _joined[0] != os.getpid() or _joined[1]() is not store:
+    if _joined is None or _joined[0]() is not store or _joined[1]() is not server:  # a forked child has another daemon
         announce_process(JobStore(store, (settings or Settings()).timeout_s, rank), rank)
-        _joined = os.getpid(), weakref.ref(store)
+        _joined = weakref.ref(store), weakref.ref(server)
+        hooks.end_collectives_at_a_loss(server.liveness)
     server.watch_hosts(store, settings, dist.get_world_size())
     hooks.guard_steps()
     if not _at_exit:
@@ -203,6 +212,24 @@ def _divide(mesh: DeviceMesh, optimizer_sharding: str, settings: Settings) -> tu
     return compat.flattened(mesh), int(mesh.size(1)) if mesh.size(0) > 1 else 0
 
 
+def _refuse_classes(modules: list[nn.Module]) -> None:
+    """Python lets torch put a class in front of a module's only if that begins with a base whose instances have a
+    `__dict__`, which those of ABC and Generic have not; or if its instances have slots.
+    """
+    for one in modules:
+        cls: Any = type(one)
+        if cls.__basicsize__ != nn.Module.__basicsize__:
+            continue
+        while cls.__base__.__dictoffset__:
+            cls = cls.__base__
+        if (first := cls.__base__) is not object:
+            raise UnsupportedError(
+                f"class {cls.__name__} of {cls.__module__} has {first.__name__} in front of nn.Module, so Python does "
+                f"not let fully_shard extend it; put {first.__name__} behind nn.Module: "
+                f"class {cls.__name__}(nn.Module, {first.__name__})"
+            )
+
+
 def _refuse_sharded_above(modules: list[nn.Module]) -> None:
     """A parameter that was sharded with a module above cannot be taken out of its unit again."""
     names = {id(p): name for one in modules for name, p in one.named_parameters() if isinstance(p, DTensor)}
@@ -228,15 +255,22 @@ def _refuse_mixed_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -
     for top in modules:
         for name, parameter in top.named_parameters():
             if parameter.requires_grad and id(parameter) not in below and parameter not in ignored:
+                if parameter.dtype.is_complex:
+                    raise UnsupportedError(
+                        f"{name} is {parameter.dtype}: train view_as_real of it, odc adds real numbers"
+                    )
                 found.setdefault(parameter.dtype, name)
     if len(found) > 1:
         listed = ", ".join(f"{name} is {dtype}" for dtype, name in found.items())
         raise UnsupportedError(f"mixed dtypes in one unit: {listed}; cast them, or shard them as units of their own")
 
 
+@compat.outside_functorch
 def _before_forward(module: nn.Module, args: Any) -> None:
     sharded = cast(compat.FSDPModule, module)
-    if compat.is_root(compat.state_of(sharded)) is not False and _has_parameters(sharded):
+    if compat.is_root(compat.state_of(sharded)) is False or not _has_parameters(sharded):
+        return
+    if not is_nested(sharded):  # that is part of the pass around it
         root_at(sharded).before_forward()
 
 

@@ -17,7 +17,7 @@ from odc.fsdp._torch_param import ShardedParam
 from odc.fsdp.fetcher import FetchedGroup
 from odc.memory import advise_huge
 from odc.protocol import HeapLayout, Outcome, UnitSpec
-from odc.protocol.reduction import Reduction
+from odc.protocol.reduction import Reduction, RoundedSum
 from odc.runtime import Endpoint
 
 
@@ -102,6 +102,8 @@ class Collector:
                 divide = group.gradient_divide_factor or float(len(layout.grid.ranks))
                 into = layout.mine.accumulator(unit) if self._views else None
                 write_gradients(self._member.reduction, unit, group.odc_params, flags, divide, into)
+                if group.odc_fills_unused:
+                    fill_unused(unit, group.odc_params, flags)
         finally:
             self.writing = False
 
@@ -119,23 +121,31 @@ def reduced(reduction: Reduction, unit: UnitSpec, divide_by: float, into: torch.
 
     Sums in the order of its `parts`: every rank of a replica group computes the same bits. `into` may be one of them.
     """
-    parts = reduction.parts(unit)
-    first, second = next(parts), next(parts, None)
+    first, *others = reduction.parts(unit)
+    assert isinstance(first, torch.Tensor)
     # A sum of several is brought `into` place when it is whole: the place holds one of them.
-    total = torch.empty_like(first, dtype=unit.accumulator_dtype) if into is None or second is not None else into
+    total = torch.empty_like(first) if into is None or others else into
     if total.device.type == "cpu" and total is not into:
         advise_huge(total)  # freshly allocated: much of the time would be page faults
-    if second is None:
+    if not others:
         return torch.div(first, divide_by, out=total)
-    if first.dtype == second.dtype == total.dtype:  # in one pass
-        torch.add(first, second, out=total)
-    else:  # some were rounded as they came: each is added as it is, in the accumulator's dtype
-        total.copy_(first).add_(second)
-    del first, second  # the others come one after the other, in memory of their own where they have to be made
-    for part in parts:
-        total.add_(part)
+    before = first
+    for part in others:
+        if isinstance(part, RoundedSum):
+            part.add_to(before, total)
+        else:
+            torch.add(before, part, out=total)
+        before = total
     total.div_(divide_by)
     return total if into is None else into.copy_(total)
+
+
+def fill_unused(unit: UnitSpec, params: list[ShardedParam], used: list[bool]) -> None:
+    """Give each of `params` that is trained, and that no rank has `used`, a gradient of zeros."""
+    for spec, param, used_ in zip(unit.params, params, used, strict=True):
+        if not used_ and param.parameter.requires_grad:
+            device = param.shard().device
+            param.add_gradient(torch.zeros(spec.numel, dtype=param.gradient_dtype, device=device), 0)
 
 
 def write_gradients(

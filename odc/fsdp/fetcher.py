@@ -1,7 +1,7 @@
 """Fetching a unit into its unsharded parameters, at need or ahead of it.
 
 The order of units is learned from the run itself: after unit A came unit B last time, so B is fetched while A computes.
-A wrong guess costs one unit of memory until the minibatch ends, never a wrong result.
+Each wrong guess costs a unit of memory until the minibatch ends, never a wrong result.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Fetcher:
         self._shards, self._ahead, self._lanes = shards, ahead, lanes
         self._worker = Worker("odc-fetch", depth=ahead + 1) if ahead else None
         # Weak: a unit holds its root, and the root's end must not wait for its fetcher's.
-        self._last: dict[str, weakref.ref[compat.FSDPParamGroup] | None] = {}
+        self._last: dict[str, weakref.ref[compat.FSDPParamGroup]] = {}
         self._next: dict[str, dict[int, weakref.ref[compat.FSDPParamGroup]]] = {}
 
     def start(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
@@ -116,20 +116,25 @@ class Fetcher:
                 following.unshard()
                 fetched += 1
 
-    def restart(self, phase: str) -> None:
-        """A new pass begins: its first unit does not follow the last pass's last."""
-        self._last[phase] = None
+    def restart(self) -> None:
+        """New passes begin: the first unit of each does not follow the last of one before."""
+        self._last.clear()
 
     def close(self) -> None:
         if self._worker is not None:
             self._worker.close()
 
 
-class FetchedGroup(compat.FSDPParamGroup):
-    """What a torch parameter group keeps of its fetches. Never constructed: a group's class is set (see `adopt`)."""
+class FetchedGroup(compat.UnorderedGroup):
+    """What a torch parameter group keeps of its fetches. Never constructed: a group's class is set (see `adopt`).
+
+    Attributes:
+        odc_fills_unused: whether parameters that no rank has used get a gradient of zeros.
+    """
 
     odc_params: list[ShardedParam]
     odc_fetch: Fetch | None
+    odc_fills_unused: bool
 
     def drop_fetch(self) -> None:
         """Give up a fetch for which no thread waited: its values are of an epoch that ends."""

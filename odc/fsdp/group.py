@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp._torch_param import params_of
 from odc.fsdp.fetcher import FetchedGroup, Fetcher
@@ -33,6 +35,7 @@ class OdcParamGroup(FetchedGroup):
     odc_fetcher: Fetcher
     odc_minibatch: Minibatch
 
+    @compat.outside_functorch
     def unshard(self, async_op: bool = False) -> None:
         """Get the unit under way; the first call of a minibatch opens it (publishes this rank's shards)."""
         if self.odc_fetch is not None or self.is_unsharded:
@@ -43,6 +46,7 @@ class OdcParamGroup(FetchedGroup):
         self.odc_minibatch.begin()
         self.odc_fetch = self.odc_fetcher.start(self.odc_unit, self.odc_params, now=self.odc_needed_now)
 
+    @compat.outside_functorch
     def wait_for_unshard(self) -> None:
         """Return with the unsharded parameters registered; no-op without an `unshard` under way."""
         if self.odc_fetch is None:
@@ -62,7 +66,8 @@ class OdcParamGroup(FetchedGroup):
         finally:
             self.odc_needed_now = False
         self._use_root()
-        self.odc_fetcher.used(self, "forward")
+        if not compat.is_in_backward():  # what a checkpoint computes again comes in another order, and ends no forward
+            self.odc_fetcher.used(self, "forward")
         return result
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
@@ -128,6 +133,14 @@ def adopt(
     adopted: Any = group
     adopted.odc_find_root = find_root
     adopted.odc_node_size = node_size
+    adopted.odc_fills_unused = False
     adopted.odc_trained = [param.parameter.requires_grad for param in params_of(group)]
     adopted.forget_root()
     return adopted  # type: ignore[no-any-return]
+
+
+def sharded_groups(model: nn.Module) -> list[OdcParamGroup]:
+    """The units of a model, whose root may not be built yet."""
+    states = [compat.state_of(module) for module in model.modules() if isinstance(module, compat.FSDPModule)]
+    found = dict.fromkeys(group for state in states for group in compat.groups_of_state(state))
+    return [group for group in found if isinstance(group, OdcParamGroup)]

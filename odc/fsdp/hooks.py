@@ -9,6 +9,7 @@ process. A bare `raise SystemExit(1)` outside `multiprocessing` cannot be seen.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import multiprocessing.util
@@ -23,32 +24,38 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from odc.deadlines import STORE_ENDING_S
+from odc.deadlines import COLLECTIVES_END_S, STORE_ENDING_S
 from odc.errors import OdcError, culprit_of
-from odc.fsdp import _torch_clip
+from odc.fsdp import _torch_clip, _torch_groups
 from odc.fsdp.module import OdcModule
 from odc.fsdp.refusals import NOT_SHARDED
 from odc.fsdp.root import live_roots
 from odc.net import JobStore, announce_failure
+from odc.net.liveness import Liveness, Loss
 from odc.protocol import RootState, Word
 from odc.runtime import abort_arenas, report_to_hosts
+from odc.worker import in_background
 
 _process = 0  # in which the hooks were installed; they do nothing in its forked children
 _store: weakref.ref[Any] | None = None  # of the job; weak, so that it does not outlive its process group
 _rank = 0
 _exit_reason: tuple[str, int, int] | None = None  # text, culprit, and _progress() when sys.exit was called
 _guarding = False
+_OF_GLOO = ("gloo", "pair closure")  # in its errors: the file that they come from, or the end of connections
+_lost: Loss | None = None  # the first rank that was, in this job
 
 
 def guard_steps() -> None:
     """Refuse steps and clipping inside unfinished minibatches, from the first call on."""
     global _guarding
     if not _guarding:
-        register_optimizer_step_pre_hook(_before_step)
-        _torch_clip.install(_before_clip)
+        # Also where a program compiles its step or clipping: traced, they would have weak dictionaries as input.
+        register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+        _torch_clip.install(torch.compiler.disable(_before_clip))
         _guarding = True
 
 
@@ -72,7 +79,9 @@ def _before_clip(doing: str, parameters: list[torch.Tensor]) -> None:
 
 def watch_exit(store: Any, rank: int) -> None:
     """Watch how this process ends, from now on; called by each `fully_shard` of a new job."""
-    global _process, _store, _rank
+    global _process, _store, _rank, _lost
+    if _store is None or _store() is not store:
+        _lost = None
     _store, _rank = weakref.ref(store), rank
     if _process == os.getpid():
         return
@@ -110,9 +119,53 @@ def _install_hooks() -> None:
 
 
 def advise(error: BaseException) -> None:
-    """Add the cure to an error of `model.minibatch()` and the like on a module that was never sharded."""
+    """Add the cure to an error of `model.minibatch()` and the like on a module that was never sharded. Name the lost
+    rank in an error of torch's collectives that follows from it.
+    """
     if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module) and hasattr(OdcModule, error.name or ""):
         error.add_note(f"This {type(error.obj).__name__} {NOT_SHARDED}")
+    if (lost := _lost_behind(error)) is not None:
+        error.add_note(f"Rank {lost.rank} was lost before: {lost.text()}")
+
+
+def _lost_behind(error: BaseException) -> Loss | None:
+    """The rank whose loss an error of one of torch's collectives follows from, if one is lost."""
+    of_collective = isinstance(error, dist.DistError) or any(word in str(error) for word in _OF_GLOO)
+    return _lost if of_collective and isinstance(error, RuntimeError) and not isinstance(error, OdcError) else None
+
+
+def end_collectives_at_a_loss(liveness: Liveness) -> None:
+    """From now on end what gloo waits for where a rank is lost: no packet comes of a host without power, and gloo would
+    wait for half an hour. The waits of odc, whose errors say more, end before.
+    """
+    liveness.follow("collectives", functools.partial(_end_collectives, liveness))
+
+
+def _end_collectives(liveness: Liveness, loss: Loss) -> None:
+    """On the daemon's thread; does not wait."""
+    if loss.rank == liveness.rank:
+        return
+    if loss.certain:
+        _note_loss(loss)
+
+    def end() -> None:  # never in the next generation of the job: it has another daemon, and other groups
+        if loss.certain or any(root.member.protocol.board.load(Word.ABORT) for root in live_roots()):
+            _note_loss(loss)
+            groups = _torch_groups.gloo_groups(loss.rank)
+            in_background("odc-gloo", lambda: _close(groups))
+
+    liveness.later(end, COLLECTIVES_END_S)
+
+
+def _note_loss(loss: Loss) -> None:
+    global _lost
+    _lost = _lost or loss
+
+
+def _close(groups: list[Any]) -> None:
+    for group in groups:
+        with contextlib.suppress(KeyError, ValueError):  # it has been destroyed since
+            _torch_groups.close_connections(group)
 
 
 def _child_ends() -> None:
@@ -187,6 +240,8 @@ def _described(error: BaseException) -> tuple[str, int]:
             reason += f" (while handling {type(handled).__name__}: {handled})"
             break
         handled = _handled(handled)
+    if handled is None and (lost := _lost_behind(error)) is not None:
+        return f"{reason} (rank {lost.rank} was lost before: {lost.text()})", lost.culprit
     return reason, culprit_of(error, _rank)
 
 

@@ -13,21 +13,25 @@ class LastPushes:
 
     def __init__(self, units: int) -> None:
         self._usual = [1] * units  # pushes of a backward
-        self._pushed = [0] * units  # since the last forward of the root began
+        self._pushed = [0] * units  # since a minibatch, or a forward of the root, began
         self._ended: list[int | None] = [None] * units  # the pass in which the unit had its last push
         self._pass = 0
         self._trusted = True
 
     def begin(self) -> None:
-        """A minibatch begins."""
+        """A minibatch begins, of which the root may run no forward."""
         self._ended = [None] * len(self._ended)
+        self._count_anew()
 
     def forward(self) -> None:
         """A forward of the root begins."""
+        self._count_anew()
+        self._pass += 1
+
+    def _count_anew(self) -> None:
         for unit, count in enumerate(self._pushed):
             if count:
                 self._usual[unit], self._pushed[unit] = count, 0
-        self._pass += 1
 
     def pushed(self, unit: int, marked: bool) -> bool:
         """Whether this push of `unit` is its last in the minibatch. `marked`: in a backward marked as the last."""

@@ -86,9 +86,7 @@ class Minibatch:
 
     def refuse_capture(self) -> None:
         """UnsupportedError while a CUDA graph is being captured."""
-        device = self._member.layout.heap.device
-        if device.type == "cuda":
-            refusals.refuse_capture(self._who(), device)
+        refusals.refuse_capture(self._who(), self._member.layout.heap.device)
 
     def begin(self) -> None:
         """Open the next epoch if none is open: publish this rank's shards. Waits until no rank uses the last epoch."""
@@ -142,7 +140,8 @@ class Minibatch:
 
         Not an earlier one: torch finalizes the root's own group before later groups' left-over gradients.
         """
-        if not self.ends_by_backward:
+        # A unit of several modules comes once for each of them in torch before 2.12, also after the last of all groups.
+        if not self.ends_by_backward or self.state is RootState.FINISHING:
             return
         self.current.finalized.add(id(group))
         if len(self.current.finalized) < len(self._groups):
@@ -192,8 +191,6 @@ class Minibatch:
                 # parameters, and the unsharded values are of an epoch that ends.
                 compat.to_sharded(group)
         self._kept = partial
-        if not partial:
-            self._iteration.forget_order()
         self._flush()
         self.stale.refuse(self.epoch)
         for wait in before_done:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from odc.errors import UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.boundaries import Claims, GradientReduction, finalize, finish, minibatch, set_manual
-from odc.fsdp.group import OdcParamGroup
+from odc.fsdp.group import OdcParamGroup, sharded_groups
 from odc.fsdp.root import refuse_mark_below, root_of
 
 
@@ -23,8 +23,15 @@ def _refuse(what: str, instead: str) -> NoReturn:
     raise UnsupportedError(f"{what} has no meaning under on-demand communication: {instead}")
 
 
+_MADE = "_made_by_odc"  # an attribute of the classes that `add_methods` makes
+
+
 class OdcModule(compat.FSDPModule):
     """Mixin of every module that `odc.fully_shard` was called on."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if _MADE not in cls.__dict__:  # else torch's class has run the user's hook, which may register classes by name
+            super().__init_subclass__(**options)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # torch makes a slice of a sharded ModuleList by constructing its class: give it the original one.
@@ -148,10 +155,6 @@ class OdcModule(compat.FSDPModule):
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """No-op: replicas are summed once, at the end of the minibatch."""
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """As torch; a number of ranks is refused."""
-        super().set_reshard_after_forward(reshard_after_forward, recurse)
-
     def set_custom_all_gather(self, comm: Any) -> None:
         """Refused: there is no all-gather."""
         _refuse("set_custom_all_gather", "parameters are fetched from their owners' heaps")
@@ -175,8 +178,15 @@ class OdcModule(compat.FSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No-op: gradients are always summed and divided once."""
 
-    def set_reduce_scatter_unused_params(self, *args: Any, **kwargs: Any) -> None:
-        """No-op: parameters unused on some ranks need no care; `.grad` is there if any rank used one."""
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """As in FSDP2 (torch 2.13), on every torch: whether parameters that no rank has used get a gradient of zeros.
+
+        Parameters that some rank has used have one on every rank anyway.
+        """
+        own = compat.groups_of_state(compat.state_of(self))
+        for group in sharded_groups(cast(nn.Module, self)):
+            if recurse or group in own:
+                group.odc_fills_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Without effect but that torch notes it. Raises TypeError or ValueError as torch."""
@@ -200,6 +210,13 @@ class OdcModule(compat.FSDPModule):
         root_of(self).minibatch.reset()
 
 
+def sharded_tops(model: nn.Module) -> list[OdcModule]:
+    """The modules of `model`, itself included, that odc has sharded and that lie in no other sharded one."""
+    if isinstance(model, OdcModule):
+        return [model]
+    return [top for child in model.children() for top in sharded_tops(child)]
+
+
 def add_methods(module: nn.Module) -> None:
     """Put `OdcModule` in front of a module's class; torch's `fully_shard` has put `FSDPModule` there."""
     cls = type(module)
@@ -212,6 +229,6 @@ _classes: dict[type, type] = {}
 
 def _class_of(cls: type) -> type:
     if cls not in _classes:
-        name = cls.__name__.replace("FSDP", "Odc", 1) if cls.__name__.startswith("FSDP") else f"Odc{cls.__name__}"
-        _classes[cls] = type(name, (OdcModule, cls), {"__module__": cls.__module__})
+        # By torch's name: libraries take "FSDP" off it to find the model's own, as transformers does to save it.
+        _classes[cls] = type(cls.__name__, (OdcModule, cls), {"__module__": cls.__module__, _MADE: True})
     return _classes[cls]

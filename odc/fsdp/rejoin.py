@@ -16,7 +16,7 @@ from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S, WORD_SLEEP_S
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import _torch_groups, hooks
 from odc.fsdp.call import join_job, shutdown
-from odc.fsdp.group import OdcParamGroup
+from odc.fsdp.group import sharded_groups
 from odc.fsdp.root import live_roots
 from odc.fsdp.root_layout import registered
 from odc.net import JobStore, announce_failure, announce_process
@@ -24,13 +24,6 @@ from odc.net.network import HostNetwork
 from odc.protocol import Word
 from odc.runtime import daemon
 from odc.settings import Settings
-
-
-def sharded_groups(model: nn.Module) -> list[OdcParamGroup]:
-    """The units of a model, whose root may not be built yet."""
-    states = [compat.state_of(module) for module in model.modules() if isinstance(module, compat.FSDPModule)]
-    found = dict.fromkeys(group for state in states for group in compat.groups_of_state(state))
-    return [group for group in found if isinstance(group, OdcParamGroup)]
 
 
 def refuse_groups(model: nn.Module) -> None:
@@ -65,25 +58,27 @@ def await_rank(ready: Callable[[float], bool], rank: int, what: str) -> None:
             return
 
 
-def announce_rank(timeout_s: float) -> None:
+def announce_rank(timeout_s: float, settings: Settings | None) -> None:
     """Let the others notice from now on that this process ends: those of its host, and its neighbours on other hosts.
 
     In each new default process group. Without it the end of a rank before its first `fully_shard` would be noticed by
     no rank. Waits for no rank, but up to `timeout_s` for the store: torch asks for the name of each new connection's
-    other end, which takes a resolver that does not answer 5 s and more.
+    other end, which takes a resolver that does not answer 5 s and more. `settings` are the network's.
     """
     rank, store = dist.get_rank(), compat.default_store()
     announce_process(JobStore(store, max(timeout_s, STORE_LEAST_S), rank), rank)
-    daemon(rank).watch_hosts(store, None, dist.get_world_size())
+    server = daemon(rank)
+    hooks.end_collectives_at_a_loss(server.liveness)
+    server.watch_hosts(store, settings, dist.get_world_size())
 
 
-def host_network() -> HostNetwork:
+def host_network(settings: Settings) -> HostNetwork:
     """How other hosts reach this process, in the present default process group.
 
     Raises UnsupportedError where this host's address cannot be determined, and as a JobStore does.
     """
     rank = dist.get_rank()
-    return daemon(rank).listening(compat.default_store(), Settings())
+    return daemon(rank).listening(compat.default_store(), settings)
 
 
 def leave_generation(models: list[nn.Module], reason: str, culprit: int) -> None:
@@ -96,6 +91,7 @@ def leave_generation(models: list[nn.Module], reason: str, culprit: int) -> None
         root.member.protocol.abort(reason, culprit)
         root.minibatch.leave()
     announce_failure(store, reason, culprit)  # for ranks that attach to no heap any more
+    _torch_groups.abort_nccl()  # heaps end when their devices are done, also with collectives
     shutdown()
     groups = [group for model in models for group in sharded_groups(model)]
     for group in groups:

@@ -14,12 +14,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp._torch_param import params_of
 from odc.fsdp.fetcher import Fetcher
-from odc.fsdp.group import OdcParamGroup
+from odc.fsdp.group import OdcParamGroup, sharded_groups
 from odc.fsdp.minibatch import Minibatch
 from odc.fsdp.refusals import refuse_capture, refuse_gradient_views
 from odc.fsdp.root_layout import (
@@ -102,7 +103,7 @@ class Root:
         return self._end.alive
 
     def map_peers(self) -> None:
-        """On a device map every peer now: mapping is collective, but first fetches of two roots come in any order."""
+        """On a device map every peer now, on the thread that trains, once each is up; later no thread maps anything."""
         if self.layout.heap.lanes.asynchronous:
             self.member.protocol.attach_all()
 
@@ -118,12 +119,7 @@ class Root:
             self.minibatch.stale.compare(self.minibatch.epoch, shards, now=not torch.is_grad_enabled())
         protocol.count_microbatch()
         self.minibatch.last.forward()
-        self.fetcher.restart("forward")
-        self.fetcher.restart("backward")
-
-    def parameter_ids(self) -> set[int]:
-        """`id()` of every sharded parameter, as optimizers hold them."""
-        return {id(param.parameter) for group in self.groups for param in group.odc_params}
+        self.fetcher.restart()
 
     def holds_any(self, ids: set[int]) -> bool:
         """Whether `ids` has the `id()` of a sharded parameter; for most optimizers the first one decides."""
@@ -166,11 +162,10 @@ def root_at(module: compat.FSDPModule) -> Root:
         if root.state is state:
             return root
     top = cast(compat.FSDPModule, _top(module))
-    groups = compat.groups_of_state(compat.state_of(top))
     for root in live_roots():
         if root.state is compat.state_of(top):
             return root
-    if any(isinstance(group, OdcParamGroup) and group.odc_root is not None for group in groups):
+    if any(group.odc_root not in (None, *live_roots()) for group in sharded_groups(cast(nn.Module, top))):
         raise OdcError("this model has left the job (odc.shutdown was called); it cannot be run any more")
     with torch.inference_mode(False):  # what the root keeps is written to in training, whichever ran first
         return Root(top)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import weakref
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -21,7 +22,9 @@ from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp.group import OdcParamGroup
 from odc.memory import ShmHeap, SymmetricHeap
-from odc.memory.cores import cores
+from odc.memory.cores import enough_cores
+from odc.net import JobStore
+from odc.net.announced import process_of
 from odc.protocol import RankGrid, UnitSpec, accumulator_dtype
 from odc.protocol.rounding import coarse_parameters
 from odc.runtime import Rendezvous
@@ -29,6 +32,7 @@ from odc.settings import Settings
 
 _entries: weakref.WeakKeyDictionary[nn.Module, ShardCall] = weakref.WeakKeyDictionary()
 _calls: Counter[tuple[int, ...]] = Counter()
+_THREADS = 3  # of a rank that may wait for its device at once: the one that trains, the one that pushes, the daemon
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,15 @@ def identity_of(sequence: int, grid: RankGrid) -> str:
     return f"{sequence}.{ranks}"
 
 
+def _processes_here(grid: RankGrid, settings: Settings) -> list[int]:
+    """Ids of the processes of members of the same part of this host, which have announced them (`locate`). Raises as a
+    JobStore.
+    """
+    store = JobStore(compat.default_store(), settings.timeout_s, grid.rank)
+    found = [process_of(store, grid.ranks[member]) for member in grid.local]
+    return [os.getpid() if process is None else process.pid for process in found]
+
+
 def open_heap(
     identity: str,
     grid: RankGrid,
@@ -163,7 +176,8 @@ def open_heap(
     from odc.memory.cuda import CudaHeap
     from odc.memory.cuda_lanes import CudaLanes
 
-    lanes = CudaLanes(device, compat.lane_streams(state), sleeps=len(grid.local) > cores())
+    sleeps = not enough_cores(_THREADS, _processes_here(grid, settings))
+    lanes = CudaLanes(device, compat.lane_streams(state), sleeps=sleeps)
     if settings.memory == "driver":
         return CudaHeap(host, device, lanes, grid.local)
     from odc.memory.nvshmem_heap import NvshmemHeap

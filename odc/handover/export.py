@@ -23,8 +23,9 @@ def weight_handle(model: Any) -> str:
     user on the ranks' hosts, and any on other hosts, if the job runs on several or has `Settings(address=...)`.
 
     `model` is a root of `odc.fully_shard`, not inside a forward or backward. Call it on one rank or on several; it is
-    not a collective. It waits until every rank that owns a shard has run the model once or entered `minibatch()`, so do
-    not call it where the other ranks wait for this one. The text is a password for the weights: keep it private.
+    not a collective. It waits until every rank of its replica has run the model once or entered `minibatch()`, so do
+    not call it where the other ranks wait for this one. Under hybrid sharding its readers read the replica of the rank
+    that made it. The text is a password for the weights: keep it private.
 
     Raises UnsupportedError if a parameter is sharded by tensor parallelism as well, or lies in NVSHMEM's memory;
     WaitTimeoutError or PeerLostError if a rank did not start.
@@ -41,7 +42,7 @@ def weight_handle(model: Any) -> str:
     names = _state_names(model, root)
     heap, owners, network = root_layout.heap, [], root.member.network
     rendezvous = root.member.rendezvous
-    for member in range(grid.shards):  # the first replica; under hybrid sharding all publish the same
+    for member in grid.shard_group:  # this rank's replica; under hybrid sharding all publish the same
         announced = rendezvous.announced(member)
         rank = grid.ranks[member]
         listener = None if network is None else network.address_of(rank, rendezvous.check)
@@ -86,7 +87,7 @@ def _state_names(model: Any, root: Root) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
-    missing = root.parameter_ids() - names.keys()
+    missing = {id(param.parameter) for group in root.groups for param in group.odc_params} - names.keys()
     if missing:
         raise UnsupportedError(f"{len(missing)} sharded parameters are not in the model's state dict under any name")
     return names

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from odc.errors import StaleVersionError
 from odc.handover.reader import Reader
 from odc.worker import Job, Worker
 
@@ -27,11 +26,12 @@ def read_groups(
 
     A group has at most `nbytes` bytes, or one larger parameter. While the caller uses a group the next is read, on a
     thread, into another half of one storage: tensors are good until the caller asks for the next group, and on a GPU
-    for what its current stream has been asked for until then. Waits as `Reader.read` does; nothing else may use the
-    reader meanwhile.
+    for what its current stream has been asked for until then. On the CPU, where a reader that maps a GPU fills pinned
+    memory, that holds for the current stream of its GPU. Waits for that work, and as `Reader.read` does; nothing else
+    may use the reader meanwhile.
 
-    Raises StaleVersionError if a newer version was published meanwhile (what was yielded before is of the older one);
-    ValueError if `names` has one that is not exported; else as `Reader.read`.
+    Raises StaleVersionError once a rank publishes the next version, or with `second_buffer` the one after it (what was
+    yielded before is of the older one); ValueError if `names` has one that is not exported; else as `Reader.read`.
     """
     shapes = reader.shapes()
     if names is not None:
@@ -40,13 +40,15 @@ def read_groups(
         shapes = {name: one for name, one in shapes.items() if name in names}
     groups = _groups_of(shapes, nbytes)
     device, most = torch.device(device), [max(map(_bytes_of, groups[i::2])) for i in range(min(2, len(groups)))]
-    rooms = torch.empty(sum(most), dtype=torch.uint8, device=device).split(most)
+    pinned = device.type == "cpu" and reader.device.type == "cuda"  # a GPU's copies into other memory are slower
+    rooms = torch.empty(sum(most), dtype=torch.uint8, device=device, pin_memory=pinned).split(most)
     worker = Worker("odc-reader")
 
     def begin(number: int) -> Job[dict[str, torch.Tensor]]:
         into = _laid_out(groups[number], rooms[number % 2])
-        if device.type == "cuda":  # the room's last tensors, or what its memory was used for before, may be in use
-            torch.cuda.current_stream(device).synchronize()
+        user = reader.device if pinned else device
+        if user.type == "cuda":  # the room's last tensors, or what its memory was used for before, may be in use
+            torch.cuda.current_stream(user).synchronize()
         job = Job(lambda: _read(reader, into, version))
         worker.submit(job)
         return job
@@ -66,15 +68,12 @@ def read_groups(
 
 def _read(reader: Reader, into: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     try:
-        found, tensors = reader.read(into, at_least=version)
+        return reader.read(into, at_least=version, exactly=True).tensors
     except BaseException:
         for device in {reader.device, *(tensor.device for tensor in into.values())}:
             if device.type == "cuda":  # copies may be under way into rooms that are given back now
                 torch.cuda.current_stream(device).synchronize()
         raise
-    if found != version:
-        raise StaleVersionError(f"version {found} was published while version {version} was read in groups")
-    return tensors
 
 
 def _groups_of(shapes: Shapes, nbytes: int) -> list[Shapes]:

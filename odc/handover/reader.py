@@ -143,6 +143,7 @@ class Reader:
         into: Mapping[str, Any] | None = None,
         *,
         at_least: int = 1,
+        exactly: bool = False,
         slices: Mapping[str, tuple[int, int, int]] | None = None,
     ) -> Weights:
         """All parameters, whole or the slices asked for, of one version to the last byte. Training never waits for it.
@@ -154,23 +155,25 @@ class Reader:
                 (compute) dtype, of which tied names share one, unless their slices differ. Work on a GPU is done in
                 this thread's current stream, which is waited for.
             at_least: the oldest acceptable version; waits until every rank has published it.
+            exactly: accept no other version, as where several reads are to fit together; it is 1 or more.
             slices: for a receiver under tensor parallelism, (dim, start, stop) by name: of this parameter only the
                 elements whose index along `dim` is in [start, stop), for which `into` has a tensor of their shape. If
                 `dim` is 0 no other bytes are read; if it is another in which the parameter is sharded, only the shards
                 that hold some; else all shards, which are cut one at a time. Of copies that are kept, see `Reader`, all
                 shards are read.
 
-        Raises StaleVersionError if `tries` copies were overtaken by newer versions; WaitTimeoutError if a rank has
-        neither published the version nor called into odc for `timeout_s`; PeerLostError if a rank died, exited or
-        aborted; ValueError if `into` names a tensor that is not exported, or has another shape, or is read-only, or if
-        `slices` names one that is not read, or leaves its shape.
+        Raises StaleVersionError if `tries` copies were overtaken by newer versions, or the version to be read exactly
+        lies nowhere any more; WaitTimeoutError if a rank has neither published the version nor called into odc for
+        `timeout_s`; PeerLostError if a rank died, exited or aborted; ValueError if `into` names a tensor that is not
+        exported, or has another shape, or is read-only, or if `slices` names one that is not read, or leaves its shape.
         """
+        if exactly and at_least < 1:
+            raise ValueError(f"no rank ever publishes version {at_least}: the first is version 1")
         wanted = self._destinations(into, slices or {})
         for left in range(self._tries, 0, -1):
             if left == 1 < self._tries and self._handle.buffers > 1:
-                for member in self._kept:
-                    member.drop()  # whole shards of a version can be read for longer than its changes
-            version = self._await_version(at_least, [one.parameter for one in wanted])
+                self._drop_kept()  # whole shards of a version can be read for longer than its changes
+            version = self._await_version(at_least, exactly, [one.parameter for one in wanted])
             if self._copy(version, wanted):
                 return Weights(version, {name: tensor for one in wanted for name, tensor in one.tensors.items()})
             self.overtaken += 1
@@ -201,20 +204,31 @@ class Reader:
                 one = found[id(known), cut] = _Wanted(known, shape, parts, {})
             if tensor is None:
                 tensor = next(iter(one.tensors.values()), None)
-            one.tensors[name] = torch.empty(shape, dtype=known.torch_dtype) if tensor is None else tensor
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=known.torch_dtype, device="cpu")
+            one.tensors[name] = tensor
         return list(found.values())
 
-    def _await_version(self, at_least: int, parameters: Sequence[PublishedParameter]) -> int:
+    def _await_version(self, at_least: int, exactly: bool, parameters: Sequence[PublishedParameter]) -> int:
         """The newest version that all ranks have published, and none has begun to overwrite: its shards, or the changes
-        where they are to be read.
+        where they are to be read. With `exactly` version `at_least`, whose shards outlast its changes.
         """
-        lasts = 1 if any(member.holds(parameters) for member in self._kept) else self._handle.buffers
+        buffers = self._handle.buffers
+        lasts = 1 if any(member.holds(parameters) for member in self._kept) else buffers
         self._refuse_if_gone(f"reading version {at_least} or newer")
         deadline = Deadline(self._timeout_s)
         backoff = Backoff(_POLL_S, _POLL_S if self._engine is None else _LONGEST_POLL_S)
         while True:
             published = [source.load()[Word.PUBLISHED] for source in self._sources]
             version = min(published)
+            if exactly and self._overtaken(at_least + buffers):
+                raise StaleVersionError(
+                    f"version {at_least + buffers} was published while version {at_least} was still to be read"
+                )
+            if exactly and version >= at_least:
+                if lasts < buffers and self._overtaken(at_least + lasts):
+                    self._drop_kept()
+                return at_least
             if version >= max(1, at_least) and not self._overtaken(version + lasts):
                 return version
             late = self._sources[published.index(version)]
@@ -226,6 +240,11 @@ class Reader:
                 )
             self._refuse_if_gone(f"waiting for rank {late.rank} to publish version {max(at_least, *published)}")
             backoff.sleep()
+
+    def _drop_kept(self) -> None:
+        """Have the shards on other hosts read whole."""
+        for member in self._kept:
+            member.drop()
 
     def _overtaken(self, over: int) -> bool:
         """Whether a rank has begun to publish version `over`, which comes to lie where another one was."""

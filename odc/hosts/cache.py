@@ -61,7 +61,9 @@ class NodeCache:
         # What is CACHED has been claimed.
         missing = [peer for peer in map(self._layout.share, self._owners) if peer.cached(unit).load(0) < epoch]
         try:
-            self.reads.bring(((peer, unit) for peer in missing if self._claim(peer, unit, epoch)), epoch)
+            # In a lane of its own: peers wait until it has settled, and that of a fetch follows this rank's compute.
+            with self._layout.heap.lanes.lane("node"):
+                self.reads.bring(((peer, unit) for peer in missing if self._claim(peer, unit, epoch)), epoch)
         except BaseException as error:  # KeyboardInterrupt, too
             self._fail(error)
             raise
@@ -111,8 +113,7 @@ class NodeCache:
         """Read no further ahead; return when nothing is being read. Before DONE."""
         self._settled = self._protocol.epoch
         if self._newest is not None:
-            pause = functools.partial(self._newest.over, WORD_SLEEP_S)
-            self._protocol.await_reads(self._owners[0], "shards ahead", self._newest.over, pause)
+            self._protocol.await_reads(self._owners[0], "shards ahead", self._newest.over)
 
     def close(self) -> None:
         """End the worker once it has read what it reads. Does not wait."""
@@ -148,4 +149,5 @@ class NodeCache:
         self._protocol.waiter.until(settled, claimer, what, lane=lane, pause=pause, word="CACHED")
         if cached.load(0) < epoch:
             # It has evaluated, and left while its thread read ahead. No epoch follows one that a rank has left.
-            self.reads.bring_whole(peer, unit, epoch)
+            with self._layout.heap.lanes.lane("node"):
+                self.reads.bring_whole(peer, unit, epoch)

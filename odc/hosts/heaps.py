@@ -54,7 +54,7 @@ class _Landings:
     def take(self, wait: bool, check: Callable[[], None]) -> int | None:
         """The number of a landing; None if it is not to `wait`, and none is free or other threads wait for one.
 
-        Who has one reads, with the engine's deadline. `check` is called now and then.
+        A thread that has one reads, by the engine's deadline. `check` is called now and then.
         """
         with self._changed:
             if not wait and self._awaited:

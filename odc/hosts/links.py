@@ -163,9 +163,11 @@ class Links:
 
     def _refresh(self) -> None:
         self._refreshed = time.monotonic()
-        board = self._layout.mine.board
-        encoded = encode(*(StoredWord(word, board.load(word)) for word in _NOW_AND_THEN))
         with self._changing:
+            if self._closed:  # the board's memory may be gone
+                return
+            board = self._layout.mine.board
+            encoded = encode(*(StoredWord(word, board.load(word)) for word in _NOW_AND_THEN))
             for link in self._links.values():
                 if link.room(0):  # or the other end has been stopped for long, and reads the next ones
                     self._send(link, encoded)

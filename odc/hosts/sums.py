@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from odc.deadlines import DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S, WORD_SLEEP_S, Backoff
+from odc.deadlines import DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S, Backoff
 from odc.protocol.heap_reader import HeapRead, HeapReader
 from odc.protocol.protocol import MemberProtocol
-from odc.protocol.reduction import Reduction
+from odc.protocol.reduction import Reduction, RoundedSum
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import Word
 from odc.worker import Job, Worker
@@ -153,22 +153,28 @@ class NodeSums(Reduction):
                 if stop > start:
                     yield HeapRead(partner, region, start, into[start:stop], "its host's sums of gradients")
 
-    def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor]:
-        """As in `Reduction`; by node."""
-        nodes, mine = self._layout.grid.nodes, self._layout.mine.accumulator(unit)
+    def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor | RoundedSum]:
+        """As in `Reduction`; by node. Where sums are rounded this rank's comes first."""
+        nodes, mine, rounding = self._layout.grid.nodes, self._layout.mine.accumulator(unit), self._layout.rounding
+        if rounding is None:
+            for node in range(nodes.host_count):
+                yield mine if node == nodes.here else self._sum_of(nodes.partner(node), unit)
+            return
+        yield mine
         for node in range(nodes.host_count):
-            yield mine if node == nodes.here else self._sum_of(nodes.partner(node), unit)
+            if node != nodes.here:
+                yield RoundedSum(rounding[unit.index], self._arrived(nodes.partner(node), unit))
 
     def _sum_of(self, partner: int, unit: UnitSpec) -> torch.Tensor:
         """1-D [unit.numel]: the sum of a partner's node for this rank; of another host's the one that has arrived."""
-        layout = self._layout
-        if not layout.grid.is_remote(partner):
-            return layout.sums_of(partner, self._row_in(partner), unit)
-        start, end = layout.wire_at[unit.index : unit.index + 2]
-        arrived = layout.arrived(self._partners[partner])[start:end]
-        if layout.rounding is not None:
-            return layout.rounding[unit.index].read(arrived)
-        return arrived[: unit.accumulator_bytes].view(unit.accumulator_dtype)
+        if not self._layout.grid.is_remote(partner):
+            return self._layout.sums_of(partner, self._row_in(partner), unit)
+        return self._arrived(partner, unit)[: unit.accumulator_bytes].view(unit.accumulator_dtype)
+
+    def _arrived(self, partner: int, unit: UnitSpec) -> torch.Tensor:
+        """uint8: what has arrived of the sum of a partner's host."""
+        start, end = self._layout.wire_at[unit.index : unit.index + 2]
+        return self._layout.arrived(self._partners[partner])[start:end]
 
     def _row_in(self, partner: int) -> int:
         """This rank's node among those for which the heap of `partner` holds sums."""
@@ -240,8 +246,7 @@ class EarlySums(NodeSums):
         with self._changing:
             self._over = self._protocol.epoch
         if self._newest is not None:
-            pause, partner = functools.partial(self._newest.over, WORD_SLEEP_S), next(iter(self._partners))
-            self._protocol.await_reads(partner, "the sums of gradients", self._newest.over, pause)
+            self._protocol.await_reads(next(iter(self._partners)), "the sums of gradients", self._newest.over)
 
     def close(self) -> None:
         self._closed = True

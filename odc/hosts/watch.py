@@ -28,7 +28,7 @@ from odc.net.liveness import Liveness, Loss
 from odc.net.messages import MalformedMessageError, Message, MessageReader, RankEnded, Watching, encode
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor, Registration
-from odc.protocol.peers.board import REASON_BYTES
+from odc.protocol.peers.board import REASON_BYTES, clipped
 from odc.worker import in_background
 
 PURPOSE = "watch"
@@ -201,4 +201,4 @@ def _send(link: HostLink, message: Message) -> None:
 
 
 def _message(loss: Loss) -> RankEnded:
-    return RankEnded(loss.rank, loss.culprit, loss.text().encode()[:REASON_BYTES].decode("utf-8", "ignore"))
+    return RankEnded(loss.rank, loss.culprit, clipped(loss.text()))

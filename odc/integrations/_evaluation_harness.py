@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -27,8 +28,21 @@ CACHES = {
 }
 
 
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+
+
 class RequestsDone(BaseException):
     """Unwinds a harness on a rank that has answered all its requests; the first rank does the rest."""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Inside, the environment names no ranks: lm-eval, too, returns results only where LOCAL_RANK is 0 or not set."""
+    taken = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
 
 
 @contextlib.contextmanager

@@ -126,7 +126,7 @@ class OdcFsdpPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
             if rest:
                 fully_shard(rest, reshard_after_forward=reshard and self.reshard_after_forward, **options)
         fully_shard(model, **options)
-        generate_alone(model, below_root=hasattr(model, "get_base_model"))
+        generate_alone(model)
 
 
 def _ends(model: Any) -> list[tuple[tuple[nn.Module | None, ...], bool]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from odc.errors import ConfigError, install
 from odc.eval import Peers
-from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, refuse, spread_requests
+from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, alone, refuse, spread_requests
 
 _KINDS = ("loglikelihood", "loglikelihood_rolling", "generate_until")
 
@@ -56,7 +56,7 @@ def evaluate(
             raise RequestsDone
 
     try:
-        with spread_requests(lm, _KINDS, peers, pad=pad, cost=cost, after=after):
+        with alone(), spread_requests(lm, _KINDS, peers, pad=pad, cost=cost, after=after):
             results = simple_evaluate(model=lm, tasks=tasks, task_manager=manager, **options)
     except RequestsDone:
         return None

@@ -1,24 +1,20 @@
 """lmms-eval on the ranks of a sharded model: its `simple_evaluate` with the requests spread over the ranks.
 
-lmms-eval learns of ranks only from RANK and WORLD_SIZE, so these are removed from the environment while it runs. That
-avoids its padding, its barriers and its gathering through one pickle.
+lmms-eval learns of ranks only from the environment, where it does not find them (see `alone`). That avoids its padding,
+its barriers and its gathering through one pickle.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from odc.errors import ConfigError, UnsupportedError, install
 from odc.eval import Peers
-from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, refuse, spread_requests
+from odc.integrations._evaluation_harness import CACHES, Cost, RequestsDone, alone, refuse, spread_requests
 
 _KINDS = ("loglikelihood", "generate_until", "generate_until_multi_round", "generate_visual_cot")
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _REFUSED = CACHES | {"max_tokens": "only one rank would see the budget end"}
 
 
@@ -44,22 +40,13 @@ def evaluate(
     kinds = [kind for kind in _KINDS if hasattr(lm, kind)]
     lm.clean = _stop if peers.me else lambda: None  # called at the end; lmms-eval's own drops the model
     try:
-        with _alone(), spread_requests(lm, kinds, peers, pad=pad, cost=cost, after=lambda kind: None):
+        with alone(), spread_requests(lm, kinds, peers, pad=pad, cost=cost, after=lambda kind: None):
             results = simple_evaluate(model=lm, tasks=tasks, distributed_executor_backend="torchrun", **options)
     except RequestsDone:
         return None
     finally:
         del lm.clean
     return None if peers.me else results
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    taken = {name: os.environ.pop(name) for name in _RANK_VARIABLES if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(taken)
 
 
 def _stop() -> NoReturn:

@@ -7,6 +7,7 @@ optimizer step. `odc.integrations.transformers_arguments` lists which of a Train
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
 from odc.blocks import blocks_of
 from odc.errors import ConfigError, install
-from odc.fsdp import fully_shard
-from odc.integrations._generation import generate_alone
-from odc.integrations.transformers_arguments import AcceleratorOptions, refuse_arguments, settings_for
+from odc.fsdp import OdcModule, fully_shard
+from odc.integrations._generation import generate_alone, generates
+from odc.integrations.transformers_arguments import (
+    AcceleratorOptions,
+    keep_labels,
+    refuse_arguments,
+    settings_for,
+)
 from odc.integrations.transformers_balance import (
     PlannedMicrobatch,
     PlannedSteps,
     StepOfRank,
-    cost_of,
+    cost_of_model,
     lengths_of,
     local_metrics,
     planned_loader,
+)
+from odc.integrations.transformers_checkpoints import (
+    WHOLE,
+    adapter_weights,
+    load_optimizer,
+    saved_weights,
+    weights_for,
 )
 from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_unplanned, wants_router_loss
 from odc.integrations.transformers_pieces import arguments_of, refuse_documents, refuse_unsplittable, row_of
@@ -50,7 +61,6 @@ try:
 except ImportError as error:
     raise ImportError(f"OdcTrainer needs transformers and accelerate: {install('transformers')}") from error
 
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 _FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 _PART = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
@@ -64,9 +74,11 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     head stay in the root, because some libraries read their weights outside of their forward. `blocks` are class names
     of the blocks, if the model does not name them (`_no_split_modules`); `options` go to `fully_shard` for every unit,
     and a `mp_policy` among them replaces the Accelerator's, a `mesh` the world on its device. Each unit moves there as
-    it is sharded, so a model that fits no device may be made on the CPU. Raises ConfigError if the Accelerator asks for
-    something odc cannot do, or (at the first forward) was made after this call.
+    it is sharded, so a model that fits no device may be made on the CPU. Save it by torch's `get_model_state_dict`:
+    accelerate takes it for a model that is whole on each rank, and would save one rank's shards. Raises ConfigError if
+    the Accelerator asks for something odc cannot do, or (at the first forward) was made after this call.
     """
+    _refuse_unready(model)
     wanted = AcceleratorOptions.current()
     options["mesh"] = options.get("mesh") or wanted.mesh()
     own = options.pop("mp_policy", None)
@@ -77,10 +89,13 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
         wanted.compile(block)
         fully_shard(block, mp_policy=own or wanted.policy(root=False), **options)
     fully_shard(model, mp_policy=own or wanted.policy(root=True), **options)
+    keep_labels(model)
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        model.register_forward_hook(_reshard)
     model._is_accelerate_prepared = True  # accelerate's own mark: do not wrap it in DDP
     model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` calls it
     model._get_name = lambda: name  # by this name a Trainer finds how labels are shifted
-    generate_alone(model, below_root=not isinstance(model, PreTrainedModel))
+    generate_alone(model)
     if not AcceleratorOptions.known():
         _refuse_late_accelerator(model)
     return model
@@ -93,6 +108,26 @@ def _no_sync(model: Any) -> Iterator[None]:
         yield
     finally:
         model.set_requires_gradient_sync(True)
+
+
+def _reshard(model: Any, *unused: Any) -> None:
+    """After a forward without gradients, as of an evaluation: the root's parameters are shards again.
+
+    torch leaves those of a root whole until the next backward, which may never come. An optimizer that is made then,
+    weights that are loaded, and gradients that are cleared would be those of copies that the next step drops. For
+    all forwards of a `generate`, `generate_alone` does it once.
+    """
+    if not torch.is_grad_enabled() and not generates(model):
+        model.reshard()
+
+
+def _refuse_unready(model: Any) -> None:
+    if isinstance(model, OdcModule):
+        raise ConfigError(
+            f"this {type(model).__name__} is sharded already, by a trainer before: save it there, and load it anew"
+        )
+    if not dist.is_initialized() and "LOCAL_RANK" not in os.environ:
+        raise ConfigError("odc cannot apply a single process: start it with torchrun or accelerate launch")
 
 
 def _refuse_late_accelerator(model: Any) -> None:
@@ -197,6 +232,7 @@ class OdcTrainer(RecoveringTrainer):
             return stock
         args, world = self.args, self.args.world_size
         lengths = lengths_of(self.train_dataset, args.length_column_name)
+        node = ranks_of_host() if self._split else None
         if self._split:
             refuse_documents(self.train_dataset)
         refuse_mixed_rows(self.model, stock)
@@ -205,12 +241,13 @@ class OdcTrainer(RecoveringTrainer):
             lengths,
             self._train_batch_size * world,
             self._max_tokens,
-            cost_of(self.model),
+            cost_of_model(self.model),
             rank=args.process_index,
             world=world,
             seed=args.seed if args.data_seed is None else args.data_seed,
+            epoch=lambda: int(self.state.epoch or 0),  # at the end of the first it is 1.0
             drop_last=args.dataloader_drop_last,
-            split=ranks_of_host() if self._split else None,
+            split=node,
         )
         if self._split:
             longest = max(range(len(lengths)), key=lengths.__getitem__)
@@ -218,7 +255,7 @@ class OdcTrainer(RecoveringTrainer):
                 row_of(stock.collate_fn([stock.dataset[longest]]), lengths[longest])
             keep = not args.gradient_checkpointing  # a recompute puts keys and values once more
             most = min(self._max_tokens, -(-max(lengths) // 2) + 1)  # in zig-zag pieces of two slices, both rounded up
-            self._splitter = Splitter(self.model, max(lengths), piece_tokens=most, keep=keep, node=ranks_of_host())
+            self._splitter = Splitter(self.model, max(lengths), piece_tokens=most, keep=keep, node=node)
         return planned_loader(stock, steps)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
@@ -241,7 +278,7 @@ class OdcTrainer(RecoveringTrainer):
             if inputs.split is not None:
                 assert self._splitter is not None, "made with the loader that planned the step"
                 for piece in self._splitter.pieces(inputs.split.plan):
-                    given = arguments_of(piece, inputs.split.rows[piece.sample])
+                    given = arguments_of(piece, self._prepare_inputs(inputs.split.rows[piece.sample]))
                     loss += super().training_step(model, given, num_items_in_batch)
             for number, microbatch in enumerate(inputs.microbatches, 1):
                 model.set_is_last_backward(number == len(inputs.microbatches))
@@ -265,18 +302,14 @@ class OdcTrainer(RecoveringTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model (of a PEFT model the adapter) to `output_dir` on one rank. Every rank calls it."""
-        weights = get_model_state_dict(self.model, options=_WHOLE)
+        weights = saved_weights(self.model)
         if self.args.should_save:
-            folder = output_dir or self.args.output_dir
-            self._save(folder, state_dict=weights)
-            if isinstance(self.model, PreTrainedModel):
-                self.model.config.architectures = [self._kind.__name__]  # its class before sharding changed it
-                self.model.config.save_pretrained(folder)
+            self._save(output_dir or self.args.output_dir, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=_WHOLE)
+        state = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=WHOLE)
         if self.args.should_save:
             torch.save(state, Path(output_dir) / "optimizer.pt")
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
@@ -285,11 +318,11 @@ class OdcTrainer(RecoveringTrainer):
         if self._kept_instead:
             return
         model = model or self.model
-        if isinstance(model, PreTrainedModel):
-            weights = self._kind.from_pretrained(resume_from_checkpoint).state_dict() if self._reads else {}
-            set_model_state_dict(model, weights, options=self._reading)
+        if hasattr(model, "peft_config") and not isinstance(model, PreTrainedModel):
+            set_model_state_dict(model, adapter_weights(model, resume_from_checkpoint), options=_PART)
         else:
-            set_model_state_dict(model, _adapter_weights(model, resume_from_checkpoint), options=_PART)
+            weights = weights_for(model, self._kind, resume_from_checkpoint) if self._reads else {}
+            set_model_state_dict(model, weights, options=self._reading)
 
     @property
     def _reading(self) -> StateDictOptions:
@@ -297,7 +330,7 @@ class OdcTrainer(RecoveringTrainer):
 
         A rank may be lost meanwhile where ranks recover; there each reads all, and waits for none.
         """
-        return _FROM_FIRST if self._loop is None else _WHOLE
+        return _FROM_FIRST if self._loop is None else WHOLE
 
     @property
     def _reads(self) -> bool:
@@ -310,16 +343,5 @@ class OdcTrainer(RecoveringTrainer):
         if checkpoint is None or self._kept_instead or not (Path(checkpoint) / "optimizer.pt").is_file():
             return  # the last: of save_only_model
         state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True) if self._reads else {}
-        set_optimizer_state_dict(self.model, self.optimizer.optimizer, state, options=self._reading)
+        load_optimizer(self.model, self.optimizer.optimizer, state, self._reading)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
-
-
-def _adapter_weights(model: Any, checkpoint: str) -> dict[str, Any]:
-    """The saved adapter of a `PeftModel`, under the names that its parameters have in `model`."""
-    from peft import get_peft_model_state_dict, load_peft_weights
-
-    # Given names in place of weights, PEFT returns which parameter it saves under which name.
-    names = {name: name for name, _ in model.named_parameters()}
-    saved_as = get_peft_model_state_dict(model, names, save_embedding_layers=False)
-    saved = load_peft_weights(checkpoint, device="cpu")
-    return {name: saved[key] for key, name in saved_as.items()}

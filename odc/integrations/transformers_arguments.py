@@ -36,6 +36,7 @@ REFUSED = {
 
 #: Fields of TRL's configurations that are refused when set, and what to use instead. Its others are applied by TRL.
 REFUSED_OF_TRL = {
+    "precompute_ref_log_probs": "it runs the model before it is sharded; leave it out",
     "sync_ref_model": "the reference keeps the weights it was sharded with; leave it out",
     "use_transformers_continuous_batching": "it casts and moves the sharded model; leave it out",
     "use_transformers_paged": "it casts and moves the sharded model; leave it out",
@@ -135,6 +136,23 @@ class AcceleratorOptions:
         """Compile a block in place, if the Accelerator would. Call it before the block is sharded."""
         if self.compiled is not None:
             block.compile(**self.compiled)
+
+
+def keep_labels(model: nn.Module) -> None:
+    """Have arguments of forward whose names have "label" come as they are: torch's policy would cast them to bf16, and
+    rounded ones are other targets. Call it after the root is sharded.
+    """
+    kept: list[dict[str, Any]] = []  # of the forwards in progress
+
+    def take(module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+        kept.append({name: options.pop(name) for name in [*options] if "label" in name})
+        return args, options
+
+    def give(module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+        return args, options | kept.pop()
+
+    model.register_forward_pre_hook(take, prepend=True, with_kwargs=True)  # before torch's, which casts
+    model.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def _refuse(what: str, instead: str) -> None:

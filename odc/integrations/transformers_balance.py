@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from odc.balance import Plan, cost_from_config, lb_mini, lb_split, linear_cost, most_pieces
+from odc.balance import Plan, cost_of, lb_mini, lb_split, linear_cost, most_pieces
 from odc.balance.cost import Cost
-from odc.errors import ConfigError, PlanError
+from odc.errors import ConfigError
 from odc.integrations.transformers_pieces import SplitSamples
 
 
@@ -51,8 +51,9 @@ class PlannedSteps(Sampler[list[Any]]):
     With `split`, the ranks of one host, long samples are split over them: their `SplitSamples` come first.
 
     `order` draws the indices of an epoch. It is seeded here if it has a `generator`, with `seed` and the epoch, so all
-    ranks draw alike. `lengths` are the tokens of every sample, `samples` how many one step has over all ranks (the last
-    of an epoch may have fewer, unless `drop_last`), `max_tokens` the cap of a microbatch.
+    ranks draw alike. `epoch` returns the number of the one that begins, until `set_epoch` gives it. `lengths` are the
+    tokens of every sample, `samples` how many one step has over all ranks (the last of an epoch may have fewer, unless
+    `drop_last`), `max_tokens` the cap of a microbatch.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class PlannedSteps(Sampler[list[Any]]):
         rank: int,
         world: int,
         seed: int,
+        epoch: Callable[[], int],
         drop_last: bool,
         split: int | None = None,
     ) -> None:
@@ -77,7 +79,7 @@ class PlannedSteps(Sampler[list[Any]]):
             cost,
         )
         self._rank, self._world, self._seed, self._drop_last = rank, world, seed, drop_last
-        self._epoch, self._node = 0, split
+        self._epoch, self._node = epoch, split
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         pieces = 1 if split is None else most_pieces(split)
         if lengths[longest] > max_tokens * pieces:
@@ -86,22 +88,17 @@ class PlannedSteps(Sampler[list[Any]]):
                 f"sample {longest} has {lengths[longest]} tokens, more than max_tokens={max_tokens}{more}"
             )
 
-    @property
-    def batch_sampler(self) -> PlannedSteps:
-        """Itself: a Trainer searches for `set_epoch` one level below a loader's batch sampler."""
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch from the next iteration on."""
-        self._epoch = epoch
-
     def __len__(self) -> int:
         whole, rest = divmod(len(self._lengths), self._samples)
         return whole + (rest > 0 and not self._drop_last)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the order of this epoch from the next iteration on."""
+        self._epoch = lambda: epoch
+
     def __iter__(self) -> Iterator[list[Any]]:
         if hasattr(self._order, "generator"):
-            self._order.generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            self._order.generator = torch.Generator().manual_seed(self._seed + self._epoch())
         indices = [int(i) for i in self._order]
         for step in range(len(self)):
             chosen = indices[step * self._samples : (step + 1) * self._samples]
@@ -139,6 +136,15 @@ class _Microbatches(Dataset[Any]):
         return item._replace(rows=self._collate([self._rows[i] for i in item.rows]))
 
 
+class _PlannedLoader(DataLoader[Any]):
+    """A loader whose epoch a Trainer sets, but for the one in which it is resumed: that is drawn by another loader."""
+
+    def set_epoch(self, epoch: int) -> None:
+        steps = self.batch_sampler
+        assert isinstance(steps, PlannedSteps)
+        steps.set_epoch(epoch)
+
+
 def planned_loader(stock: Any, steps: PlannedSteps) -> DataLoader[Any]:
     """A loader of `StepOfRank`, with the rows, the collator and the workers of a Trainer's own loader."""
     workers: dict[str, Any] = {"num_workers": stock.num_workers, "pin_memory": stock.pin_memory}
@@ -147,7 +153,7 @@ def planned_loader(stock: Any, steps: PlannedSteps) -> DataLoader[Any]:
         workers |= {"worker_init_fn": stock.worker_init_fn, "in_order": stock.in_order}
         workers |= {"multiprocessing_context": stock.multiprocessing_context}
     rows = _Microbatches(stock.dataset, stock.collate_fn)
-    return DataLoader(rows, batch_sampler=steps, collate_fn=StepOfRank, **workers)
+    return _PlannedLoader(rows, batch_sampler=steps, collate_fn=StepOfRank, **workers)
 
 
 def lengths_of(dataset: Any, column: str) -> list[int]:
@@ -162,12 +168,10 @@ def lengths_of(dataset: Any, column: str) -> list[int]:
         raise ConfigError(f"max_tokens needs samples with input_ids, or a column {column!r} of lengths") from error
 
 
-def cost_of(model: Any) -> Cost:
-    """The cost model of a Hugging Face model; tokens alone where its configuration lacks fields."""
-    try:
-        return cost_from_config(model.config.to_dict())
-    except (AttributeError, PlanError, ConfigError, KeyError):
-        return linear_cost
+def cost_of_model(model: Any) -> Cost:
+    """`cost_of` a Hugging Face model's configuration; tokens alone for a model that has none."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", None)
+    return linear_cost if to_dict is None else cost_of(to_dict())
 
 
 @contextlib.contextmanager

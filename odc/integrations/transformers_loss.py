@@ -132,8 +132,10 @@ class ScaledLoss:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # That of TRL's SFTTrainer is known, and would log its metrics twice.
-        self._done = trainer.compute_loss.__module__ == _SFT and trainer.compute_loss_func is None
+        # That of TRL's SFTTrainer is known, and would log its metrics twice. With labels smoothed it is a mean or not
+        # by the version of transformers.
+        known = trainer.compute_loss_func is None and trainer.label_smoother is None
+        self._done = trainer.compute_loss.__module__ == _SFT and known
 
     def halved(self, model: nn.Module, inputs: dict[str, Any], count: Tensor) -> Tensor | None:
         """The loss for twice the count, if that is still to be checked; random numbers are drawn as if it was not."""

@@ -48,7 +48,6 @@ def refuse_unrepeatable(trainer: Any, max_tokens: int | None, split: bool) -> No
         "use_seedable_sampler=False": (not args.accelerator_config.use_seedable_sampler, "leave it True"),
         "ignore_data_skip=True": (args.ignore_data_skip, "leave it out"),
         "eval_on_start=True": (args.eval_on_start, "evaluate before train()"),
-        "precompute_ref_log_probs=True": (getattr(args, "precompute_ref_log_probs", False), "leave it out"),
         "log_completions=True": (getattr(args, "log_completions", False), "leave it out"),
         "this transformers": (not all(hasattr(Trainer, name) for name in _LOOP), "use one from 5.10 on"),
     }
@@ -98,6 +97,8 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         kept, self.kept = self.kept, None
         assert kept is not None
         vars(self.trainer).update(kept["changed"])
+        if hasattr(self.trainer, "_last_loaded_step"):  # of TRL's that generate with vLLM, which has later weights now
+            self.trainer._last_loaded_step = -1
         for callback, attributes in zip(self._callbacks(), kept["callbacks"], strict=True):
             vars(callback).update(attributes)
         self.over = kept["over"]

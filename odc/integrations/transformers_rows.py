@@ -47,11 +47,12 @@ def refuse_mixed_rows(model: Any, loader: Any) -> None:
 
 def _error(right: Alone, attention: str, positions: bool) -> float:
     """How far logits or gradients of one row of two samples are from those of each alone."""
-    model = right.like(attention)
-    given = {"input_ids": torch.cat(right.documents)[None]}
-    if positions:
-        given["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    logits: Tensor = model(**given, use_cache=False).logits[0]
-    for own, document in zip(logits.split(LENGTHS), right.documents, strict=True):
-        cross_entropy(own[:-1], document[1:], reduction="sum").backward(retain_graph=True)
+    with torch.device("cpu"):  # where the copy is
+        model = right.like(attention)
+        given = {"input_ids": torch.cat(right.documents)[None]}
+        if positions:
+            given["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+        logits: Tensor = model(**given, use_cache=False).logits[0]
+        for own, document in zip(logits.split(LENGTHS), right.documents, strict=True):
+            cross_entropy(own[:-1], document[1:], reduction="sum").backward(retain_graph=True)
     return max(apart(logits.detach(), right.output), apart(gradient_of(model), right.gradient))

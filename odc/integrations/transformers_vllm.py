@@ -106,7 +106,14 @@ class ServerWeights:
         if handle != self._handle:  # the first, or of a job that has lost a rank since
             client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": {"handle": handle}})
             self._handle = handle
-        with client.weight_update():
-            update = {"update_info": {"version": version(self._model)}}
-            client._post(f"{client.base_url}/update_weights", json=update)
+        update, cause = {"update_info": {"version": version(self._model)}}, None
+        try:
+            with client.weight_update():
+                try:
+                    client._post(f"{client.base_url}/update_weights", json=update)
+                except Exception as error:
+                    cause = error
+                    raise
+        except Exception as error:  # a worker that failed to read has ended the update, and refuses to finish it
+            raise (cause or error) from None
         client.reset_prefix_cache()

@@ -9,6 +9,7 @@ other hosts, and loads group after group. Installing odc registers the backend (
     llm.start_weight_update()
     llm.update_weights({"update_info": {"version": version(model)}})
     llm.finish_weight_update()
+    llm.reset_prefix_cache()                                # what it holds is of older weights
 
 `weight_handle` and `version` are those of `odc.handover`, called on a rank. Names and shapes are those of the training
 model's state dict, as in a checkpoint.
@@ -33,10 +34,14 @@ try:
     )
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-except ImportError as error:
-    raise ConfigError(f"odc.integrations.vllm needs a vLLM with weight transfer, 0.17 or newer: {error}") from error
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-GROUP_BYTES = 256 << 20  #: read at once; a worker holds two groups in its host's memory
+    if not hasattr(WeightTransferEngine, "start_weight_update"):
+        raise ImportError("its weight transfer engines do not begin an update themselves")
+except ImportError as error:
+    raise ConfigError(f"odc.integrations.vllm needs vLLM 0.27, or one like it: {error}") from error
+
+GROUP_BYTES = 256 << 20  #: read at once; a worker holds two groups in the memory that its reader reads to
 
 
 def register() -> None:
@@ -76,8 +81,11 @@ class OdcWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._reader = Reader(init_info.handle, timeout_s=init_info.timeout_s)
 
     def start_weight_update(self) -> None:
-        """Get the model ready to load a whole checkpoint anew."""
+        """Get the model ready to load a whole checkpoint anew; after an update that has failed, too."""
         initialize_layerwise_reload(self.model)
+        for layer in self.model.modules():  # one of which some parts had come still has them
+            info = get_layerwise_info(layer)
+            info.load_numel, info.loaded_weights = 0, []
 
     def finish_weight_update(self) -> None:
         """Bring the model into the form in which it runs."""
@@ -100,10 +108,9 @@ class OdcWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self.model.load_weights(self._weights(self._reader, update_info.version))
 
     def _weights(self, reader: Reader, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        for group in read_groups(reader, GROUP_BYTES, version):
-            yield from group.items()
-            if self.device.type != "cpu":
-                torch.accelerator.synchronize()  # copies out of the group, which the next but one overwrites
+        for group in read_groups(reader, GROUP_BYTES, version, device=reader.device):
+            for name, one in group.items():
+                yield name, one.clone()  # vLLM keeps it until all of its layer has come; the group is overwritten
 
     def shutdown(self) -> None:
         """Let go of the job. Idempotent."""

@@ -1,17 +1,32 @@
-"""How many cores this process has: those that it may run on, or as many as its control groups give it time for."""
+"""Whether ranks of a host find cores: of those that they may run on, and by the time that control groups give them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from odc.memory.available_memory import memberships, read_text, upwards
 
 
-def cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> float:
-    """The least of the affinity and of each quota of processor time above this process. Reads files, never raises."""
-    return min([float(len(os.sched_getaffinity(0))), *_quotas(proc, cgroups)])
+def enough_cores(
+    each: int, processes: Sequence[int], proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
+) -> bool:
+    """Whether there are `each` cores for this process and for every other one that may run on some of the same.
+
+    `processes` are ids on this host, this process's among them. A quota of processor time above this process is one for
+    all of them; a process whose cores cannot be asked for has this one's. Reads files, never raises.
+    """
+    here = os.sched_getaffinity(0)
+    sharing = sum(not here.isdisjoint(_affinity(process, here)) for process in processes)
+    return each * sharing <= len(here) and all(each * len(processes) <= quota for quota in _quotas(proc, cgroups))
+
+
+def _affinity(process: int, otherwise: set[int]) -> set[int]:
+    try:
+        return os.sched_getaffinity(process)
+    except OSError:  # it has ended
+        return otherwise
 
 
 def _quotas(proc: Path, cgroups: Path) -> Iterator[float]:

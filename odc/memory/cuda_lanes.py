@@ -11,15 +11,20 @@ import torch
 
 from odc.memory.driver_calls import bindings, call
 
-_URGENT = -1  # a stream's priority; compute has 0
+#: The priority of lanes; compute has 0, and FSDP2's own streams have -1. Torch hands out 32 streams of a device and
+#: priority in turn: of FSDP2's, a lane would be the stream in which some later model fetches or pushes.
+_URGENT = -2
+#: By device and lane, made once in a process: with new ones for each root and recovery two lanes would soon be one.
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_making = threading.Lock()
 
 
 class CudaLanes:
     """`Lanes` of a CUDA device: each lane is a stream, each mark an event.
 
-    `streams` are the streams to use, by lane; a lane without one gets a new stream, ahead of compute: a push waits for
-    a slot until the server has added what is in it. For fetch and push, FSDP2's own streams keep their priorities, and
-    what already waits for them keeps its order.
+    `streams` are the streams to use, by lane. For fetch and push, FSDP2's own streams keep their priorities, and what
+    already waits for them keeps its order. All other lanes follow no compute, and share a stream with those of this
+    name in the whole process. It is ahead of compute: a push waits for a slot until the server has added what is in it.
 
     Made by the training thread, whose current device is the caller's affair. Any other thread is given this device for
     good when it first enters a lane: torch would otherwise go back to device 0 at the end of each, and create a context
@@ -34,7 +39,7 @@ class CudaLanes:
     def __init__(
         self, device: torch.device, streams: Mapping[str, torch.cuda.Stream] | None = None, *, sleeps: bool = False
     ) -> None:
-        self._device, self._streams, self._making = device, dict(streams or {}), threading.Lock()
+        self._device, self._streams = device, dict(streams or {})
         self._sleeps = sleeps
         self._placed = threading.local()
         self._placed.here = True
@@ -47,8 +52,7 @@ class CudaLanes:
             self._placed.here = True
         stream = self._streams.get(name)
         if stream is None:
-            with self._making:
-                stream = self._streams.setdefault(name, torch.cuda.Stream(self._device, priority=_URGENT))
+            stream = self._streams[name] = _shared_stream(self._device, name)
         return torch.cuda.stream(stream)
 
     def mark(self) -> torch.cuda.Event:
@@ -70,3 +74,11 @@ class CudaLanes:
 
     def reached(self, mark: object) -> bool:
         return bool(cast(torch.cuda.Event, mark).query())
+
+
+def _shared_stream(device: torch.device, lane: str) -> torch.cuda.Stream:
+    with _making:
+        found = _streams.get((device, lane))
+        if found is None:
+            found = _streams[device, lane] = torch.cuda.Stream(device, priority=_URGENT)
+        return found

@@ -29,7 +29,7 @@ class Lanes(Protocol):
     asynchronous: bool
 
     def lane(self, name: str) -> AbstractContextManager[object]:
-        """Inside the block this thread's device work goes to lane `name`: "fetch", "push" or "server"."""
+        """Inside the block this thread's device work goes to lane `name`."""
 
     def mark(self) -> object:
         """A point in this thread's current lane: everything asked for so far."""

@@ -22,11 +22,11 @@ class PinnedMapping:
     """
 
     def __init__(self, mapping: Mapping) -> None:
-        code = int(_cuda().cudaHostRegister(mapping.address, mapping.nbytes, 0))
-        if code:
+        result = _cuda().cudaHostRegister(mapping.address, mapping.nbytes, 0)
+        if code := int(result):
             raise HeapMemoryError(
                 f"CUDA does not pin {mapping.nbytes / (1 << 20):.1f} MiB of host memory for the kept state (error "
-                f"{code}): {_cuda().cudaGetErrorString(code)}"
+                f"{code}): {_cuda().cudaGetErrorString(result)}"
             )
         self.mapping = mapping
         self._undo = weakref.finalize(self, _unpin, mapping, os.getpid())

@@ -41,7 +41,7 @@ def close_after_fork(resource: Closes) -> None:
 
 def _close_all() -> None:
     for resource in list(_held):
-        with contextlib.suppress(OSError):  # the remaining ones must still be closed
+        with contextlib.suppress(Exception):  # the remaining ones must still be closed
             resource.close()
     _held.clear()
 

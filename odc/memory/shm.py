@@ -108,7 +108,7 @@ class ShmHeap(NamedHeap):
         close_after_fork(self)
 
     def _create(self, nbytes: int) -> int:
-        name = f"odc.{self.identity}.{self.ranks[self.me]}"[:240]
+        name = os.fsencode(f"odc.{self.identity}.{self.ranks[self.me]}")[:240].decode(errors="ignore")
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:
             fd = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)

@@ -105,7 +105,7 @@ class Words:
             futex[1](self._at(i))
 
     def wait_at_least(self, i: int, value: int, timeout_s: float) -> None:
-        """Sleep while word `i` is below `value`, until somebody calls `wake`, for `timeout_s` at most, or less."""
+        """Sleep while word `i` is below `value`, until a thread calls `wake`, for `timeout_s` at most, or less."""
         seen = self.load(i)
         if seen >= value:
             return

@@ -71,6 +71,10 @@ class LossNormalizer:
             FSDP2 and odc average. 1.0 where gradients are summed.
         group: ranks that share the minibatch; by default the default group. Without torch.distributed, one rank.
 
+    Attributes:
+        last: whether the microbatch that `microbatches` has handed out is this rank's last, for
+            `model.set_is_last_backward`. What it iterates over is one ahead, so its own `last` comes too early.
+
     Raises ConfigError for a value out of range.
     """
 
@@ -98,7 +102,7 @@ class LossNormalizer:
                 + (", the other normalizations take several" if self._trained else " or more")
             )
         self.proxy, self.grad_scale, self.normalization = proxy, grad_scale, normalization
-        self._metrics = dict(metrics or {})
+        self._metrics = dict(sorted((metrics or {}).items()))  # in one order on all ranks
         self._divided_by, self._group = gradient_divide_factor, group
         own = {"microbatches"} if normalization == "per_rank_microbatch" else set()
         self._names = sorted({*self._trained, *own, *self._metrics.values()})
@@ -111,6 +115,7 @@ class LossNormalizer:
         self._promised: dict[str, float] | None = None
         self._current: dict[str, float] | None = None
         self._positions = 0
+        self.last = False
 
     def announce(self, counts: Mapping[str, Count]) -> dict[str, float]:
         """Exchange the counts of all ranks' microbatches of the coming minibatch, and return the totals.
@@ -125,8 +130,10 @@ class LossNormalizer:
             raise ConfigError(f"rank {recorder().rank}: this minibatch {when}")
         if unknown := counts.keys() - set(self._trained):
             raise ConfigError(f"{', '.join(sorted(unknown))}: losses are divided by {', '.join(self._trained)}")
-        known = [torch.as_tensor(counts.get(name, 0), dtype=torch.float64) for name in self._trained]
-        packed = torch.stack([value.to(device_of(self._group)) for value in known])
+        dtype, device = torch.float64, device_of(self._group)
+        packed = torch.stack(
+            [torch.as_tensor(counts.get(name, 0), dtype=dtype, device=device) for name in self._trained]
+        )
         if dist.is_initialized():
             dist.all_reduce(packed, group=self._group)
         self._promised = dict(zip(self._trained, packed.tolist(), strict=True))
@@ -151,7 +158,7 @@ class LossNormalizer:
         for position in positions(source, counts, self._trained, self._group):
             self._positions += 1
             self._promised = {name: so_far + position.totals[name] for name, so_far in (self._promised or {}).items()}
-            self._current = position.totals
+            self._current, self.last = position.totals, position.last
             yield from position.items
         self._current = None
 
@@ -161,7 +168,8 @@ class LossNormalizer:
         Args:
             loss_sum: scalar, summed over what `count` counts. Add losses that share a divisor before scaling; scale
                 losses with different divisors separately, then add them.
-            count: what this microbatch adds to the divisor: labels it trains on. A tensor is not waited for.
+            count: what this microbatch adds to the divisor: labels it trains on, or their weights. A tensor is
+                not waited for.
             divisor: one of the normalizer's divisors; by default the first.
 
         Raises ConfigError if the normalizer does not know the divisor, or needs its total now and does not know it yet;
@@ -181,8 +189,8 @@ class LossNormalizer:
         if self.normalization == "per_rank_microbatch":
             some = count > 0
             self.count("microbatches", some.double() if isinstance(some, Tensor) else float(some))
-            least_one = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
-            return loss_sum * (self.grad_scale / self.proxy) / least_one
+            over = torch.where(count > 0, count, 1) if isinstance(count, Tensor) else count or 1
+            return loss_sum * (self.grad_scale / self.proxy) / over
         return loss_sum * (self.grad_scale * self._weight(name))
 
     def count(self, divisor: str, count: float | Tensor) -> None:
@@ -201,7 +209,8 @@ class LossNormalizer:
         Waits for the group with the group's own timeout. Raises OdcError if ranks had different proxies, or trained on
         other counts than they had announced; then the gradients cannot be repaired.
         """
-        grown = [parameter for parameter in parameters if parameter.grad is not None]
+        # Once each: parameters that two modules share may be listed by both.
+        grown = [*{id(parameter): parameter for parameter in parameters if parameter.grad is not None}.values()]
         ranks, sums = self._reduced(grown)
         divisors = dict(zip(self._names, sums[: len(self._names)], strict=True))
         numerators = dict(zip(self._metrics, sums[len(self._names) :], strict=True))
@@ -231,6 +240,14 @@ class LossNormalizer:
         """Forget the minibatch in progress after an `odc.AbandonedMinibatchError`, in place of `finish`. Every rank
         calls it, under "per_microbatch" after it has iterated to the end of `microbatches`; it does not wait.
         """
+        self._start()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: nothing is kept between minibatches. For `odc.Recovery.protect`, which keeps finished steps."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Forget the minibatch in progress: the step that counted it is repeated, or another state goes on."""
         self._start()
 
     def _weight(self, name: str) -> float:
@@ -285,10 +302,12 @@ class LossNormalizer:
 
 
 def _check(promised: Mapping[str, float], divisors: Mapping[str, float]) -> None:
-    """Raise unless the ranks trained on the counts that their losses were divided by."""
+    """Raise unless the ranks trained on the counts that their losses were divided by; sums of fractions are rounded."""
     for name, total in promised.items():
-        if divisors[name] != total:
+        found = divisors[name]
+        rounded = not (found.is_integer() and total.is_integer()) and math.isclose(found, total, rel_tol=1e-9)
+        if found != total and not rounded:
             raise OdcError(
                 f"rank {recorder().rank} (epoch {recorder().epoch}): losses were divided by {total:g} {name} as the "
-                f"ranks had announced, but they trained on {divisors[name]:g}"
+                f"ranks had announced, but they trained on {found:g}"
             )

@@ -15,15 +15,18 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-Count = int | Tensor
+Count = float | Tensor
 Counts = Count | Mapping[str, Count]
 
 
 class Position(NamedTuple, Generic[T]):
-    """One microbatch of this rank (nothing if it has run out of them), and the counts by name summed over all ranks."""
+    """One microbatch of this rank (nothing if it has run out of them), the counts by name summed over all ranks, and
+    whether the microbatch is this rank's last.
+    """
 
     items: tuple[T, ...]
     totals: dict[str, float]
+    last: bool
 
 
 def positions(
@@ -45,7 +48,7 @@ def positions(
         if not active:
             return
         coming = _sent(remaining, counts, names, group)
-        yield Position(items, dict(zip(names, totals, strict=True)))
+        yield Position(items, dict(zip(names, totals, strict=True)), last=not coming[0])
 
 
 def _sent(

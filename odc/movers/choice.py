@@ -191,7 +191,7 @@ def prepare_mover(
                 device_mover(mover).prepare(device, dtypes, atomic)
         return mover
     except Exception as error:
-        if settings.kernels != "auto" or not getattr(mover, "atomic", False):
+        if _full(error) or settings.kernels != "auto" or not getattr(mover, "atomic", False):
             raise
         _warn(device, f"{type(error).__name__}: {error}".splitlines()[0])
     plain = replace(settings, kernels="torch")
@@ -217,6 +217,11 @@ def _warn(device: torch.device, why: str) -> None:
     _log.warning("odc's kernels do not run on %s, torch's take their place: %s; %s", device, why, _BUILD)
 
 
+def _full(error: Exception) -> bool:
+    """Whether the device had no memory left, which says nothing of kernels; as torch or as triton has it."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+
+
 @cache
 def _failure(device: torch.device) -> str:
     """Why no kernel can be launched on `device`; empty where one can. Images without a compiler have triton, too."""
@@ -225,5 +230,7 @@ def _failure(device: torch.device) -> str:
 
         triton.launch_one(device)
     except Exception as error:
+        if _full(error):
+            raise
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""

@@ -57,14 +57,17 @@ def pack(values: torch.Tensor, into: torch.Tensor) -> None:
         block_codes.copy_((block_values * inverse).round_().nan_to_num_(nan=0.0))
 
 
-def unpack(packed: torch.Tensor, into: torch.Tensor) -> None:
-    """Fill `into`, float32 [n], with what `packed`, uint8 [room_for(n)], holds."""
-    scales, codes = _split(packed, into.numel())
+def add(values: torch.Tensor, packed: torch.Tensor, into: torch.Tensor) -> None:
+    """Fill `into`, float32 [n], with `values`, float32 [n], plus what `packed`, uint8 [room_for(n)], holds; `into`
+    may be `values`. By numba in one pass, and without other memory.
+    """
+    scales, codes = _split(packed, values.numel())
     if numba() is not None:
-        _loops().unpack(scales.numpy(), codes.numpy(), into.numpy())
+        _loops().add(values.numpy(), scales.numpy(), codes.numpy(), into.numpy())
         return
-    for out, block_scales, block_codes in _blocks(scales, codes, into):
-        torch.mul(block_codes, block_scales.unsqueeze(1), out=out)
+    both = zip(_blocks(scales, codes, values), _blocks(scales, codes, into), strict=True)
+    for (block_values, block_scales, block_codes), (out, _, _) in both:
+        torch.add(block_values, block_codes * block_scales.unsqueeze(1), out=out)
 
 
 def rest(values: torch.Tensor, packed: torch.Tensor, into: torch.Tensor) -> None:
@@ -106,6 +109,6 @@ def _loops() -> Any:
     loops = compiled(int8_loops)
     values, scales, codes = np.zeros(1, np.float32), np.zeros(1, np.float32), np.zeros(1, np.int8)
     loops.pack(values.view(np.uint32), values, scales.view(np.uint32), scales, codes)
-    loops.unpack(scales, codes, values)
+    loops.add(values, scales, codes, values)
     loops.rest(values, scales, codes, values)
     return loops

@@ -40,13 +40,14 @@ def pack(bits: np.ndarray, values: np.ndarray, tops: np.ndarray, scales: np.ndar
                 into[i] = np.int8(np.int32(np.rint(some[i] * inverse)))
 
 
-def unpack(scales: np.ndarray, codes: np.ndarray, into: np.ndarray) -> None:
-    """Fill `into`, float32 [n]."""
+def add(values: np.ndarray, scales: np.ndarray, codes: np.ndarray, into: np.ndarray) -> None:
+    """Fill `into`, float32 [n] and perhaps `values` itself, with `values` and what was packed, added up."""
     for block in range(len(scales)):
         scale = scales[block]
-        some, out = codes[block * BLOCK : (block + 1) * BLOCK], into[block * BLOCK : (block + 1) * BLOCK]
+        one, some = values[block * BLOCK : (block + 1) * BLOCK], codes[block * BLOCK : (block + 1) * BLOCK]
+        out = into[block * BLOCK : (block + 1) * BLOCK]
         for i in range(len(some)):
-            out[i] = np.float32(some[i]) * scale
+            out[i] = one[i] + np.float32(some[i]) * scale
 
 
 def rest(values: np.ndarray, scales: np.ndarray, codes: np.ndarray, into: np.ndarray) -> None:

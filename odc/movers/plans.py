@@ -36,8 +36,8 @@ class Rounding(Protocol):
     def write(self, total: torch.Tensor, memory: torch.Tensor) -> None:
         """Round a sum, 1-D [numel], into `memory`, uint8 [nbytes]; on any thread."""
 
-    def read(self, memory: torch.Tensor) -> torch.Tensor:
-        """1-D [numel]: the sum that lies in `memory`; a view in bf16 where that is all of it, else new, in fp32."""
+    def add(self, total: torch.Tensor, memory: torch.Tensor, into: torch.Tensor) -> None:
+        """Write `total` plus the sum that lies in `memory`, added in fp32, to `into`, which may be `total`: [numel]."""
 
     def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor, used: Sequence[bool]) -> None:
         """Set `residual`, fp32 [numel], to what rounding took off `total`, for the parameters that are `used`: of

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from odc.net.announced import announce_failure, announce_process, host_identity
 from odc.net.mailbox import Mailbox
-from odc.net.store import JobStore, KeyValueStore
+from odc.net.store import JobStore
 
 __all__ = [
     "JobStore",
-    "KeyValueStore",
     "Mailbox",
     "announce_failure",
     "announce_process",

@@ -29,16 +29,25 @@ def process_of(store: JobStore, rank: int) -> ProcessHandle | None:
     The handle belongs to the store's connection, which keeps it for later callers.
     """
     known = store.processes.get(rank)
-    if known is not None or (found := store.find(_key(rank))) is None:
+    if known is not None or rank in store.elsewhere or (found := store.find(_key(rank))) is None:
         return known
     pid, namespace, *_ = json.loads(found)
     if namespace != _namespace():
+        store.elsewhere.add(rank)  # the answer stays: hundreds of ranks that wait for each other ask again and again
         return None
     handle = ProcessHandle(int(pid))
     kept = store.processes.setdefault(rank, handle)
     if kept is not handle:  # another thread was quicker
         handle.close()
     return kept
+
+
+def has_ended(store: JobStore, rank: int) -> bool:
+    """Whether the process of `rank` is seen to have ended; what it stored before is in the store. Raises as a JobStore
+    does.
+    """
+    process = process_of(store, rank)
+    return process is not None and not process.alive()
 
 
 def find_hosts(store: JobStore, ranks: Sequence[int]) -> bool:

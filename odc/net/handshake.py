@@ -131,6 +131,11 @@ def export_purpose(identity: str) -> str:
     return _EXPORT + identity
 
 
+def link_purpose(identity: str) -> str:
+    """The purpose of a link of a root or an exchange, whose name may be of any length."""
+    return "link " + hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+
+
 def secret_for(secret: bytes, purpose: str) -> bytes:
     """The secret that admits for `purpose`: the job's; for a reader's one that opens nothing else."""
     return hmac.digest(secret, purpose.encode(), "sha256") if purpose.startswith(_EXPORT) else secret

@@ -40,7 +40,7 @@ class Liveness:
     """The ranks of the job that are known to be lost, and those that follow: the roots and the ring. Of rank `rank`."""
 
     def __init__(self, reactor: Reactor, rank: int) -> None:
-        self._reactor, self._rank = reactor, rank
+        self._reactor, self.rank = reactor, rank
         self._lost: dict[int, Loss] = {}  # changed on the loop's thread only
         self._followers: dict[str, Callable[[Loss], None]] = {}  # used on the loop's thread only
 
@@ -64,6 +64,10 @@ class Liveness:
 
         self._reactor.call(begin)
 
+    def later(self, task: Callable[[], None], after_s: float) -> None:
+        """Run `task` on the loop's thread after so many seconds, unless the loop ends before."""
+        self._reactor.call(task, after_s=after_s)
+
     def refuse(self, doing: str) -> None:
         """Raise PeerLostError if another rank is lost for certain; `doing` begins its message. On any thread; does not
         wait.
@@ -71,11 +75,11 @@ class Liveness:
         For what has no root yet, whose ABORT would end its waits. An error of this rank may be that of one thread.
         """
         for loss in self.losses():
-            if loss.rank != self._rank:
+            if loss.rank != self.rank:
                 raise aborted_by(doing, loss.culprit, loss.text())
 
     def unfollow(self, name: str) -> None:
-        """On the loop's thread, as the last below."""
+        """On the loop's thread."""
         self._followers.pop(name, None)
 
     def losses(self) -> list[Loss]:
@@ -83,5 +87,5 @@ class Liveness:
         return list(self._lost.values())
 
     def is_first(self, loss: Loss) -> bool:
-        """Whether this report is the one that stays."""
+        """Whether this report is the one that stays. On the loop's thread."""
         return self._lost.get(loss.rank) is loss

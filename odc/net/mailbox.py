@@ -23,7 +23,7 @@ from odc.deadlines import (
     last_in_chain,
 )
 from odc.errors import PeerLostError, WaitTimeoutError, culprit_of
-from odc.net.announced import process_of
+from odc.net.announced import has_ended
 from odc.net.engines.connections import Check, no_check
 from odc.net.store import JobStore
 
@@ -37,7 +37,8 @@ class Mailbox:
 
     `ids` are the members' global ranks, or numbers of hosts, of which error messages speak as `kind`; the other methods
     take members, indices into `ids`, of which `me` is this one's. A wait ends `timeout_s` after the last progress of
-    the member it waits for. `task` names what all do together; `prefix` begins its keys in the store.
+    the member it waits for; if that one waits itself, of the end of the chain. `task` names what all do together;
+    `prefix` begins its keys in the store.
 
     Every wait raises PeerLostError once another member has failed, or the process of the rank it waits for, which has
     announced it (`announce_process`), is seen to end; WaitTimeoutError, naming the end of the chain of waits; and as a
@@ -167,11 +168,13 @@ class Mailbox:
     def _wait(
         self, ready: Callable[[], bool], member: int, what: str, timeout_s: float | None = None, over: bool = False
     ) -> None:
-        """Poll until `ready()`, which `member` makes true. Its progress starts the deadline anew."""
+        """Poll until `ready()`, which `member` makes true. Progress at the end of its chain of waits starts the
+        deadline anew; waiting itself is none, or members that wait for each other would do so for ever.
+        """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         backoff, deadline = Backoff(MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S), Deadline(limit_s)
         next_check, next_look = Deadline(limit_s / _CHECKS), Deadline(MAIL_TICK_S)
-        published, seen = False, -1
+        published = False
         while not ready():
             self.check(f"waiting for {what}")
             if not over:
@@ -188,22 +191,18 @@ class Mailbox:
             if not published:
                 self._store.set(f"waits/{self.me}", str(member))
                 published = True
-            before, seen = seen, self._store.add(f"steps/{member}", 0)
-            if deadline.passed(seen):
-                self._run_out(member, what, limit_s)
-            if seen != before:
-                self._store.add(f"steps/{self.me}", 1)  # a member that waits for this one waits for that progress
+            end = last_in_chain(member, self.me, self._waits_for)
+            if deadline.passed((end, self._store.add(f"steps/{end}", 0))):
+                self._run_out(member, end, what, limit_s)
         if published:
             self._store.set(f"waits/{self.me}", str(self.me))  # for no other; a key that is read is never deleted
         self._ticked = float("-inf")  # the next tick() counts at once
 
     def _ended(self, member: int) -> bool:
         """Whether the member's process is seen to have ended; what it stored before is in the store."""
-        process = process_of(self._job, self.ids[member]) if self._of_ranks else None
-        return process is not None and not process.alive()
+        return self._of_ranks and has_ended(self._job, self.ids[member])
 
-    def _run_out(self, member: int, what: str, timeout_s: float) -> NoReturn:
-        culprit = last_in_chain(member, self.me, self._waits_for)
+    def _run_out(self, member: int, culprit: int, what: str, timeout_s: float) -> NoReturn:
         chain = f"; it waits for {self._names[culprit]} itself" if culprit != member else ""
         raise WaitTimeoutError(
             f"{self._names[self.me]}, waiting for {what}: {self._names[member]} has made no progress for "

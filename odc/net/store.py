@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from odc.deadlines import (
     STORE_CHECK_S,
@@ -53,6 +53,7 @@ class _StoreConnection:
         self.worker = Worker("odc-store")
         self.processes: dict[int, ProcessHandle] = {}  # of global ranks, as far as they are known
         self.hosts: dict[int, str] = {}  # likewise
+        self.elsewhere = set[int]()  # global ranks whose processes cannot be seen from here
         self._clones: list[Any] = []
         weakref.finalize(self, _close_all, self.processes).atexit = False
 
@@ -92,18 +93,6 @@ def _connect(store: Any) -> _StoreConnection:
         return found
 
 
-class KeyValueStore(Protocol):
-    """What is needed of `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
-        ...
-
-
 class JobStore:
     """A `torch.distributed.Store` whose calls end. May be used from any thread, but not by a finalizer.
 
@@ -136,6 +125,11 @@ class JobStore:
     def processes(self) -> dict[int, ProcessHandle]:
         """Processes of the job by global rank, as far as this process has looked; all users of the store share them."""
         return self._connection.processes
+
+    @property
+    def elsewhere(self) -> set[int]:
+        """Global ranks whose processes cannot be seen from here, as far as this process has looked."""
+        return self._connection.elsewhere
 
     @property
     def hosts(self) -> dict[int, str]:

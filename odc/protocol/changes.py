@@ -25,11 +25,12 @@ from odc.protocol.units import UnitSpec
 from odc.protocol.words import VersionWord
 
 WHOLE = changes.TOO_LARGE
-SAMPLE_EVERY = 8  # epochs
+SAMPLE_EVERY = 8  # versions of a unit
+PROBE_EVERY = 64  # epochs that change something: one is read whole, which measures the link
 _SAMPLED = 128 << 10  # bytes
 _TIMED_BYTES = 64 << 10  # fewer say more of the call than of a byte
 SLACK = 1.25  # of the last changes: so much room the next ones are expected to take
-_LEAST = 4096  # bytes of each parameter that are compared before a shard is worth a second look
+_LEAST = 4096  # elements of a parameter, or words of a shard, that are compared before the others are
 
 
 class PublishedChanges:
@@ -43,7 +44,9 @@ class PublishedChanges:
         self._protocol, self._layout, self._seconds = protocol, protocol.layout, seconds
         layout, self._always = self._layout, self._layout.settings.changes == "on"
         if self._always and not changes.available():
-            raise UnsupportedError(f"Settings(changes='on') packs by numba, which is not installed: {install('fast')}")
+            raise UnsupportedError(
+                f"Settings(changes='on') packs by numba, which is not installed or does not load: {install('fast')}"
+            )
         largest = max((unit.published_bytes for unit in layout.units), default=0)
         self._scratch = torch.zeros(largest if layout.buffers == 1 else 0, dtype=torch.uint8, device="cpu")
         self._gaps = [_gaps(unit) for unit in layout.units]
@@ -51,15 +54,17 @@ class PublishedChanges:
         # By unit: bytes packed over those of the shard, or of a sample, when last packed; where the newest changes lie.
         self._ratios: dict[int, float] = {}
         self._places: dict[int, range] = {}
+        self._versions = [0] * len(layout.units)  # by unit: how many have been published
+        self._changed = 0  # epochs that have changed something
         self._found: list[tuple[UnitSpec, int]] = []  # in this epoch changed units, and their packed bytes
         # Processor seconds of packing a byte, running means: of calls with less than `_TIMED_BYTES`, and with more.
         self._paces = [0.0, 0.0]
 
-    def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int) -> None:
-        """Publish the shards, by unit and parameter."""
+    def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int, whole: bool) -> None:
+        """Publish the shards, by unit and parameter; `whole`: other hosts are to read all of them."""
         self._found.clear()
         for unit, tensors in zip(self._layout.units, shards, strict=True):
-            packed = self._publish(unit, tensors, epoch)
+            packed = self._publish(unit, tensors, epoch, whole)
             if packed:
                 self._found.append((unit, packed))
 
@@ -68,38 +73,55 @@ class PublishedChanges:
         for unit, packed in self._found:
             place = 0 if packed == WHOLE else self._places[unit.index].start
             note_version(self._protocol, unit, packed, place, epoch)
+            self._versions[unit.index] += 1
+        self._changed += bool(self._found)
 
-    def _publish(self, unit: UnitSpec, shards: Sequence[torch.Tensor], epoch: int) -> int:
+    def _publish(self, unit: UnitSpec, shards: Sequence[torch.Tensor], epoch: int, whole: bool) -> int:
         """Bytes of the changes, which lie in their region then; 0: there are none; WHOLE: they are not to be read."""
         mine, versions = self._layout.mine, self._layout.mine.versions(unit)
         place, old = mine.published_bytes(unit, epoch), mine.published_bytes(unit, epoch - 1)
-        new = place if self._layout.buffers == 2 else self._scratch
-        place, old, new = (memory[: unit.published_bytes] for memory in (place, old, new))
+        place, old = place[: unit.published_bytes], old[: unit.published_bytes]
+        comparable, declines = versions.load(VersionWord.CHANGED) and not whole, self._declines(unit)
+        at_once = self._layout.buffers == 2 or not comparable or (declines and _differs(unit, place, shards))
+        new = place if at_once else self._scratch[: unit.published_bytes]
         self._layout.mover.publish([_view(new, unit, i) for i in range(len(unit.params))], shards)
+        if new is place and self._layout.buffers == 1:
+            return WHOLE
         for begin, end in self._gaps[unit.index]:  # another unit may have written there
             new[begin:end].zero_()
-        packed = self._packed(unit, old, new, epoch) if versions.load(VersionWord.CHANGED) else WHOLE
-        if packed and self._layout.buffers == 1:
+        packed = self._packed(unit, old, new, declines) if comparable else WHOLE
+        if packed and new is not place:
             place.copy_(new)
         return packed
 
-    def _packed(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor, epoch: int) -> int:
+    def _packed(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor, declines: bool) -> int:
         """Bytes of the changes, which lie in their region then; 0 if there are none, WHOLE if they do not pay."""
         if not new.numel() or _equal(old, new):
             return 0
-        return self._pack(unit, old, new) if self._always or self._pays(unit, old, new, epoch) else WHOLE
-
-    def _pays(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor, epoch: int) -> bool:
-        """Whether reading the changes, packed here and applied there, is likely to be faster than reading the shard."""
-        whole = unit.published_bytes
-        if not changes.available() or not self._seconds(whole):
-            return False
-        if unit.index not in self._ratios or epoch % SAMPLE_EVERY == unit.index % SAMPLE_EVERY:
-            begin = min(epoch * _SAMPLED % whole, max(0, whole - _SAMPLED))
+        if declines:
+            return WHOLE
+        if not self._always and self._due(unit):
+            whole, turn = unit.published_bytes, self._versions[unit.index] // SAMPLE_EVERY
+            begin = min(turn * _SAMPLED % whole, max(0, whole - _SAMPLED))
             self._timed(unit, old[begin : begin + _SAMPLED], new[begin : begin + _SAMPLED], self._sample)
+        return self._pack(unit, old, new) if self._always or self._pays(unit) else WHOLE
+
+    def _declines(self, unit: UnitSpec) -> bool:
+        """Whether a version that has changed is read whole, which is known before it is looked at."""
+        if self._always:
+            return False
+        unknown = not changes.available() or not self._seconds(unit.published_bytes)
+        return unknown or not (self._due(unit) or self._pays(unit))
+
+    def _due(self, unit: UnitSpec) -> bool:
+        """Whether a sample is to be packed. Units take turns."""
+        return unit.index not in self._ratios or (self._versions[unit.index] - unit.index) % SAMPLE_EVERY == 0
+
+    def _pays(self, unit: UnitSpec) -> bool:
+        """Whether reading the changes, packed here and applied there, is likely to be faster than reading the shard."""
+        whole, (few, many) = unit.published_bytes, self._paces
         saved = self._seconds(whole) - self._seconds(int(whole * self._ratios[unit.index]))
-        few, many = self._paces
-        return saved > 2 * (many or few) * whole
+        return self._changed % PROBE_EVERY != 0 and saved > 2 * (many or few) * whole
 
     def _pack(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor) -> int:
         """Pack behind the last changes where the next ones are expected to fit, else at the start of the region."""
@@ -164,6 +186,18 @@ def _gaps(unit: UnitSpec) -> list[tuple[int, int]]:
     ends = [spec.published_offset + spec.nbytes for spec in unit.params]
     begins = [spec.published_offset for spec in unit.params[1:]] + [unit.published_bytes]
     return [(end, begin) for end, begin in zip(ends, begins, strict=False) if begin > end]
+
+
+def _differs(unit: UnitSpec, place: torch.Tensor, shards: Sequence[torch.Tensor]) -> bool:
+    """Whether the first elements of some parameter are not what lies in `place`, byte for byte. False says nothing of
+    all others.
+    """
+    for i, shard in enumerate(shards):
+        old = _view(place, unit, i)[:_LEAST]
+        new = shard[:_LEAST].to(old.dtype).contiguous()
+        if not torch.equal(old.view(torch.uint8), new.view(torch.uint8)):
+            return True
+    return False
 
 
 def _equal(old: torch.Tensor, new: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""`Settings(check_protocol=True)`: every store of a word is held against the table of the protocol.
+"""`Settings(check_protocol=True)`: stores to boards, LAST and rings are held against the table of the protocol.
 
 Without the setting none of this is made: a board is plain words, and a store costs what it costs.
 """
@@ -96,7 +96,7 @@ class ProtocolChecks:
         self._note(ProtocolEvent(self._grid.me, "store", name, self._grid.me if other is None else other, value))
 
     def _refuse_falling(self, rule: WordRule, before: int, value: int) -> None:
-        falls = value <= before if rule.kind in ("epoch", "step") else value < before and rule.kind == "count"
+        falls = value <= before if rule.kind == "epoch" else value < before and rule.kind == "count"
         if falls:
             raise AssertionError(f"rank {self._grid.rank} stores {rule.name} = {value} after {before}: it must rise")
 

@@ -85,6 +85,8 @@ class DeviceRoute(PushRoute):
         if runs is None:
             made = runs_of(unit, params, dtypes)
             runs = [(run, run.blocks(self._room(run.dtype)) if self._others else []) for run in made]
+            if len(self._kept) >= _KEPT:  # which parameters get gradients may change forever, as with experts
+                del self._kept[next(iter(self._kept))]
             self._kept[unit.index, params, dtypes] = runs
         return runs
 
@@ -170,7 +172,6 @@ class DeviceDrain:
         self._layout, self._inboxes, self._most = layout, inboxes, most
         # By the headers of their blocks, the oldest first: a unit is mostly posted as before, to one of a few slots.
         self._batches: dict[tuple[tuple[Header, ...], ...], _Batch] = {}
-        self._totals: dict[tuple[int, int, int], torch.Tensor] = {}  # made once, as an inbox's blocks
         self._asked: tuple[_Batch, int, object] | None = None  # with its begin, and a mark after it
         self._backoff = Backoff(DRAIN_FIRST_SLEEP_S, DRAIN_LONGEST_SLEEP_S)
 
@@ -222,8 +223,9 @@ class DeviceDrain:
                 key = unit.index, block.first, block.first + block.values.numel(), block.values.dtype
                 places.setdefault(key, []).append(block.values)
         mover, additions = device_mover(self._layout.mover), list[Addition]()
+        accumulator, units = self._layout.mine.accumulator, self._layout.units
         for turn in _turns(places):
-            totals = [self._total(unit, first, end) for unit, first, end, _ in turn]
+            totals = [accumulator(units[unit])[first:end] for unit, first, end, _ in turn]
             additions.append(mover.addition(totals, [places[key] for key in turn]))
         batch = _Batch(additions, [(inbox, unit, len(blocks), bytes_of(blocks)) for inbox, unit, blocks in posted])
         if sum(map(len, found)) <= _KEPT_BLOCKS:
@@ -231,14 +233,6 @@ class DeviceDrain:
                 del self._batches[next(iter(self._batches))]
             self._batches[found] = batch
         return batch
-
-    def _total(self, unit: int, first: int, end: int) -> torch.Tensor:
-        """Elements [first, end) of a unit's accumulator."""
-        key = unit, first, end
-        found = self._totals.get(key)
-        if found is None:
-            found = self._totals[key] = self._layout.mine.accumulator(self._layout.units[unit])[first:end]
-        return found
 
 
 def _turns(places: dict[_Key, list[torch.Tensor]]) -> list[list[_Key]]:

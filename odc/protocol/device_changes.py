@@ -19,7 +19,7 @@ import torch
 
 from odc.movers.choice import device_mover
 from odc.movers.plans import PackedUnit
-from odc.protocol.changes import SAMPLE_EVERY, SLACK, WHOLE, PublishedChanges, forget, note_version
+from odc.protocol.changes import PROBE_EVERY, SAMPLE_EVERY, SLACK, WHOLE, PublishedChanges, forget, note_version
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
 from odc.protocol.words import VERSIONS_KEPT
@@ -47,15 +47,18 @@ class DeviceChanges:
         self._always = self._layout.settings.changes == "on"
         # By unit: how many versions, one after the other, were to be read whole, as that was faster.
         self._passed: dict[int, int] = {}
+        self._changed = 0  # epochs that have changed something
         # By unit: where its newest changes were written, and where the next ones are.
         self._places, self._rooms = [range(0)] * len(self._layout.units), [range(0)] * len(self._layout.units)
+        self._whole = False  # of the epoch that is being published
         device, count = self._layout.heap.device, max(1, len(self._layout.units))
         # Of each unit a quarter of its records' bytes: where kernels add them up, and where the host reads them.
         self._found = torch.zeros(count, dtype=torch.int32, device=device)
         self._sizes = torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
-    def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int) -> None:
-        """Publish the shards, by unit and parameter. Does not wait."""
+    def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int, whole: bool) -> None:
+        """Publish the shards, by unit and parameter; `whole`: other hosts are to read all of them. Does not wait."""
+        self._whole = whole
         units = zip(self._layout.units, shards, strict=True)
         mover = device_mover(self._layout.mover)
         if not self._layout.applies_changes:
@@ -91,21 +94,24 @@ class DeviceChanges:
         written = [range(room.start, min(end, room.stop)) for room, end in zip(self._rooms, ends, strict=True)]
         forget(self._layout.mine.history(), written)
         for unit, place, end, nbytes in zip(units, written, ends, records, strict=False):
-            countable = unit.published_bytes <= _MOST_BYTES
+            countable = unit.published_bytes <= _MOST_BYTES and not self._whole
             if nbytes or not countable:
                 readable = countable and end == place.stop and self._pays(unit, len(place))
                 note_version(self._protocol, unit, len(place) if readable else WHOLE, place.start, epoch)
                 self._places[unit.index] = place
+        self._changed += any(records) or self._whole
 
     def _pays(self, unit: UnitSpec, packed: int) -> bool:
         """Whether other hosts are to read the changes: under "auto", if they are read and applied sooner than the shard
-        is read. Every eighth time they are applied anyway, so that it is known what that takes.
+        is read. Every eighth time they are applied anyway, so that it is known what that takes, and one epoch in
+        `PROBE_EVERY` is read whole, so that it is known what a read takes.
         """
         if self._always or self._times is None:
             return self._always
         passed = self._passed.get(unit.index, 0) + 1
         applied = self._times.patching(unit.index) if passed < SAMPLE_EVERY else 0.0
-        pays = self._times.seconds(packed) + applied < self._times.seconds(unit.published_bytes)
+        faster = self._times.seconds(packed) + applied < self._times.seconds(unit.published_bytes)
+        pays = faster and self._changed % PROBE_EVERY != 0
         self._passed[unit.index] = 0 if pays else passed
         return pays
 

@@ -15,8 +15,10 @@ from odc.protocol.words import Word
 class VersionedPublish(Protocol):
     """Publishes shards beside what has changed of them; see `odc.protocol.changes`."""
 
-    def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int) -> None:
-        """Copy the shards, by unit and parameter, to where peers can read them. Does not wait."""
+    def publish(self, shards: Sequence[Sequence[torch.Tensor]], epoch: int, whole: bool) -> None:
+        """Copy the shards, by unit and parameter, to where peers can read them; `whole`: what lies there already is no
+        version. Does not wait.
+        """
 
     def note(self, epoch: int) -> None:
         """Store the words of what has changed; `publish` has settled."""
@@ -50,11 +52,13 @@ class PublishedShards:
         more.
         """
         layout = self._layout
+        # Where publishing was cut short before, what lies there is not what was published last.
+        whole = self._protocol.board.load(Word.PUBLISHING) > self._protocol.epoch
         epoch = self._protocol.begin_publishing()
         if self._changes is None:
             layout.mover.publish(layout.published(epoch), [shard for tensors in shards for shard in tensors])
         else:
-            self._changes.publish(shards, epoch)
+            self._changes.publish(shards, epoch, whole)
         layout.clear([unit for unit, added_to in zip(layout.units, dirty, strict=True) if added_to])
         layout.heap.lanes.settle()
         if self._changes is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from odc.protocol.protocol import MemberProtocol
+from odc.protocol.regions import DATA_REGIONS
 
 
 def _nothing() -> None:
@@ -37,8 +38,8 @@ class HeapRead:
 
 @dataclass(frozen=True)
 class PassingRead:
-    """One read of `nbytes` that are not kept: `use` is called with them, uint8 [nbytes] on the heap's device and at 64
-    bytes, and has settled what it does with them when it returns. On a device they are no more than a landing holds.
+    """One read of `nbytes` that are not kept: `use` is called with them, uint8 [nbytes] on the heap's device, 64-byte
+    aligned, and has settled what it does with them when it returns. On a device they are no more than a landing holds.
     """
 
     member: int
@@ -92,7 +93,8 @@ class MappedHeaps(HeapReader):
             one.use(there)
             return
         one.into.copy_(there)
-        heap.lanes.settle()
+        if one.region.split("/")[0] in DATA_REGIONS:  # others lie in host memory, as what they are copied into
+            heap.lanes.settle()
         one.then()
 
     def claim(self) -> int:

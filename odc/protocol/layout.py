@@ -137,7 +137,7 @@ class HeapLayout(Regions):
         parameters = self.param_base[-1]
         if self.grid.is_remote(member):
             return RemotePeer(self.heap, self.grid, member, parameters)
-        return LocalPeer(self.heap, member, self.buffers, parameters)
+        return LocalPeer(self.heap, self.grid, member, self.buffers, parameters)
 
     def peer(self, member: int) -> LocalPeer | RemotePeer:
         return self._peers[member]

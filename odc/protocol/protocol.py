@@ -52,12 +52,15 @@ class MemberProtocol:
 
     `await_published`, `await_credit`, `count` and `abort` may be called from any thread of the rank, everything else
     from its main thread. Every wait raises PeerLostError and WaitTimeoutError as `Waiter.until` does. Over hosts what
-    is stored also goes into `sink`.
+    is stored also goes into `sink`. `beside` gives the boards of this rank's other roots: a call into one is progress
+    in all.
     """
 
-    def __init__(self, layout: HeapLayout, sink: WordSink | None = None) -> None:
+    def __init__(
+        self, layout: HeapLayout, sink: WordSink | None = None, beside: Callable[[], Sequence[Words]] = tuple
+    ) -> None:
         self.layout, self.grid = layout, layout.grid
-        self.sink = sink or NoOtherHosts()
+        self.sink, self._beside = sink or NoOtherHosts(), beside
         if self.grid.remote:
             layout.mine.push_board(self.sink)
         checks = ProtocolChecks(self.grid, layout.peer) if layout.settings.check_protocol else None
@@ -78,7 +81,8 @@ class MemberProtocol:
 
     def touch(self, doing: str) -> None:
         """PROGRESS, for ranks that wait for this one; raises `PeerLostError` if the job was aborted."""
-        self.board.store(Word.PROGRESS, self.board.load(Word.PROGRESS) + 1)
+        for board in (self.board, *self._beside()):
+            board.store(Word.PROGRESS, board.load(Word.PROGRESS) + 1)
         self.waiter.check(doing)
 
     # begin -------------------------------------------------------------------------------------------------------
@@ -98,7 +102,8 @@ class MemberProtocol:
     def begin_publishing(self) -> int:
         """PUBLISHING; returns the epoch. Shards may be written after it."""
         epoch = self.epoch + 1
-        self.board.store(Word.PUBLISHING, epoch)
+        if self.board.load(Word.PUBLISHING) < epoch:  # or publishing it was interrupted
+            self.board.store(Word.PUBLISHING, epoch)
         self.board.fence()  # a reader outside the job that sees any byte of this version sees the word above
         return epoch
 
@@ -244,9 +249,11 @@ class MemberProtocol:
 
         self.waiter.until(complete, partner, what, pause=pause, word="SUMMED")
 
-    def await_reads(self, member: int, what: str, idle: Callable[[], bool], pause: Callable[[], object]) -> None:
-        """Wait until a thread of this rank, which ends a `pause`, has read `what`, of a `member` that may have LEFT."""
-        self.waiter.until(idle, member, f"its thread to read {what} of epoch {self.epoch}", pause=pause, may_leave=True)
+    def await_reads(self, member: int, what: str, over: Callable[[float], bool]) -> None:
+        """Wait until a thread of this rank has read `what`, of a `member` that may have LEFT; `over` as `Job.over`."""
+        ready, pause = functools.partial(over, 0.0), functools.partial(over, WORD_SLEEP_S)
+        text = f"its thread to read {what} of epoch {self.epoch}"
+        self.waiter.until(ready, member, text, pause=pause, may_leave=True)
 
     # done --------------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,26 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from odc.movers.plans import Rounding
 from odc.protocol.heap_reader import HeapRead, HeapReader
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.units import UnitSpec
+
+
+@dataclass(frozen=True)
+class RoundedSum:
+    """A sum as it has crossed the network, rounded, in `memory`."""
+
+    rounding: Rounding
+    memory: torch.Tensor
+
+    def add_to(self, total: torch.Tensor, into: torch.Tensor) -> None:
+        """Write `total` plus this, both fp32 [numel], to `into`, which may be `total`."""
+        self.rounding.add(total, self.memory, into)
 
 
 class Reduction(ABC):
@@ -43,9 +57,9 @@ class Reduction(ABC):
         return
 
     @abstractmethod
-    def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor]:
+    def parts(self, unit: UnitSpec) -> Iterator[torch.Tensor | RoundedSum]:
         """What adds up to this rank's shard of the gradient of `unit`, each 1-D [unit.numel], in the order in which to
-        add, which is the same on every rank. One that has to be made first is made when it is asked for.
+        add. The first one is a tensor.
         """
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ class Regions:
             ("abandoned", 2 * REASON_BYTES),
             ("sent", members * 8),
             ("accumulated", members * 8),
-            ("pushes", max(1, members * self.param_base[-1]) * 8),
+            ("pushes", max(1, len(self.grid.local) * self.param_base[-1]) * 8),
             ("mutexes", max(1, len(self.units)) * MUTEX_BYTES),
         ]
         # Side by side, because readers outside the job may read these and nothing else: see `HeapLayout.readable`.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from odc.memory import advise_huge, round_up
+from odc.memory import round_up
 from odc.movers import int8
 
 _ALIGN = 16  # bytes
@@ -47,11 +47,11 @@ class SumPart:
         else:
             self.rounded(memory).copy_(self.of(total))
 
-    def read(self, memory: torch.Tensor, total: torch.Tensor) -> None:
+    def add(self, total: torch.Tensor, memory: torch.Tensor, into: torch.Tensor) -> None:
         if self.coarse:
-            int8.unpack(self.rounded(memory), self.of(total))
+            int8.add(self.of(total), self.rounded(memory), self.of(into))
         else:
-            self.of(total).copy_(self.rounded(memory))
+            torch.add(self.of(total), self.rounded(memory), out=self.of(into))
 
     def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor) -> None:
         out = self.of(residual)
@@ -82,14 +82,10 @@ class RoundedUnit:
         for part in self.parts:
             part.write(total, memory)
 
-    def read(self, memory: torch.Tensor) -> torch.Tensor:
-        """See `Rounding.read`."""
-        if len(self.parts) == 1 and not self.parts[0].coarse:
-            return self.parts[0].rounded(memory)
-        advise_huge(total := torch.empty(self.numel, device="cpu"))  # much of the time would be page faults
+    def add(self, total: torch.Tensor, memory: torch.Tensor, into: torch.Tensor) -> None:
+        """See `Rounding.add`."""
         for part in self.parts:
-            part.read(memory, total)
-        return total
+            part.add(total, memory, into)
 
     def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor, used: Sequence[bool]) -> None:
         """See `Rounding.keep`."""

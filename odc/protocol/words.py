@@ -31,7 +31,7 @@ class Word(IntEnum):
     SAVED = 19  # bytes of shards that this rank did not have to read from other hosts, since the start
 
 
-BOARD_WORDS = 24  # room for a third cache line
+BOARD_WORDS = 24  # three cache lines of eight; the last four are free
 
 
 class ClaimWord(IntEnum):

@@ -29,7 +29,8 @@ from odc.ranks.worker import Group, Hello
 
 #: A guard against hangs, which a busy machine never reaches.
 PATIENCE_S = 600.0
-_OUTPUT_SHOWN = 6000  # last characters of a rank's output shown in a failure
+_OUTPUT_SHOWN = 6000  # characters of a rank's output shown in a failure: the last ones, or those around a crash
+_BEFORE_CRASH = 2000  # of them, before the line by which `faulthandler` begins: what C++ printed as it gave up
 _PROGRAM = """
 import json, sys
 control, parent, sys.path[:], preloaded = json.loads(sys.argv[1])
@@ -101,17 +102,21 @@ class RankOutcome:
         lines = self.output.splitlines()
         if self.trace:
             lines = [line for line in lines if not line.startswith(f"[rank{self.rank}]:")]
-        return f"--- rank {self.rank} (pid {self.pid}, {end}): {what}\n" + "\n".join(lines)[-_OUTPUT_SHOWN:]
+        output = "\n".join(lines)
+        crash = output.find("Fatal Python error")
+        begin = max(0, crash - _BEFORE_CRASH if crash >= 0 else len(output) - _OUTPUT_SHOWN)
+        return f"--- rank {self.rank} (pid {self.pid}, {end}): {what}\n{output[begin : begin + _OUTPUT_SHOWN]}"
 
 
 class ForkServer:
     """The process that forks ranks, and the store by which they find each other.
 
-    That process and its ranks have the variables of `environment` besides this process's own. It imports the modules
-    in `preloaded` while the caller goes on.
+    That process and its ranks have the variables of `environment` besides this process's own, ranks those of the moment
+    when they are started. It imports the modules in `preloaded` while the caller goes on.
     """
 
     def __init__(self, environment: Environment, preloaded: Iterable[str]) -> None:
+        self._environment = dict(environment)
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [one or os.getcwd() for one in sys.path]
         arguments = json.dumps([theirs.fileno(), os.getpid(), path, list(preloaded)])
@@ -119,13 +124,17 @@ class ForkServer:
             [sys.executable, "-c", _PROGRAM, arguments],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **dict(environment)},
+            env=self.variables(),
             start_new_session=True,  # an interrupt from the terminal is for the process that started the ranks
         )
         theirs.close()
         self._store: Any = None
         self._groups = 0
         self.exits: dict[int, int] = {}
+
+    def variables(self) -> dict[str, str]:
+        """All that it or a rank has if it is started now."""
+        return {**os.environ, **self._environment}
 
     def fork(self, hello: Hello, output: int, errors: int) -> tuple[int, Connection]:
         """Starts a rank that writes to these descriptors; returns its pid and the channel on which `hello` was sent."""
@@ -203,8 +212,11 @@ def task(function: Callable[..., Any], *args: Any) -> bytes:
 
 
 def _main_module() -> dict[str, Any]:
-    """What a spawned child receives of this process's paths and main module, so that functions of the latter pickle."""
-    data = {key: value for key, value in get_preparation_data("rank").items() if key.startswith(("sys_", "init_"))}
+    """What a spawned child receives of this process's folder, paths and main module, so that functions of the latter
+    pickle.
+    """
+    kept = ("dir", "sys_", "init_")
+    data = {key: value for key, value in get_preparation_data("rank").items() if key.startswith(kept)}
     if not os.path.exists(data.get("init_main_from_path", "")):  # a program from standard input
         data.pop("init_main_from_path", None)
     return data
@@ -241,7 +253,7 @@ class RankProcesses:
         main = _main_module()
 
         def start(i: int, rank: int) -> tuple[RankOutcome, Connection]:
-            hello = Hello(rank, group, environment(rank), once, whole_end, quiet, main)
+            hello = Hello(rank, group, server.variables() | environment(rank), once, whole_end, quiet, main)
             out, err = (1, 2) if outputs is None else (outputs[i], outputs[i])
             pid, channel = server.fork(hello, out, err)
             return RankOutcome(rank, pid), channel

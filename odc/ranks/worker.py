@@ -60,7 +60,7 @@ class Hello(NamedTuple):
 
     rank: int
     group: Group | None  # joined before the first task and left after the last one
-    environment: dict[str, str]  # variables to set
+    environment: dict[str, str]  # all variables
     once: bool  # end after the first task, without leaving the group
     whole_end: bool  # end as the interpreter does, to the last module
     quiet: bool  # write no traceback of a task that raises; the answer has it
@@ -154,6 +154,7 @@ def live(birth: Birth) -> None:
 
 def _work(channel: Connection, hello: Hello) -> None:
     try:
+        os.environ.clear()  # those of the moment when the server was started
         os.environ.update(hello.environment)
         multiprocessing.spawn.prepare(hello.main)
         if hello.group is not None:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from odc.deadlines import STATE_LONGEST_POLL_S, STATE_POLL_S, WORD_SLEEP_S, Backoff, Deadline
-from odc.errors import PeerLostError, WaitTimeoutError
+from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.fsdp.minibatch import before_done
 from odc.fsdp.rejoin import await_rank, host_network, refuse_aborted
 from odc.net.engines import Engine
@@ -24,6 +24,7 @@ from odc.recovery.generations import EndWatch, Generations
 from odc.recovery.holdings import Holdings
 from odc.recovery.members import Agreed, Held, Share
 from odc.recovery.slots import Extent, Slots
+from odc.settings import Settings
 from odc.worker import Job, Worker
 
 PURPOSE = "state"  # of a connection, in its handshake
@@ -43,6 +44,15 @@ def ward_of(hosts: Mapping[int, str], rank: int) -> int | None:
     order = list(ranks)
     before = ranks[order[order.index(hosts[rank]) - 1]]
     return before[ranks[hosts[rank]].index(rank) % len(before)]
+
+
+def refuse_hosts(generations: Generations, *, buddies: bool) -> None:
+    """UnsupportedError where the hosts of a generation need buddies and there are none, or the other way round."""
+    hosts = {presence.host for presence in generations.presences.values()}
+    if len(hosts) > 1 and generations.may_shrink and not buddies:
+        raise UnsupportedError("with fewest=..., ranks on several hosts need keep='buddy'")
+    if len(hosts) == 1 and not generations.may_shrink and buddies:
+        raise UnsupportedError("keep='buddy' is for ranks on several hosts, and all are on this one; keep='host'")
 
 
 class StateExchange:
@@ -123,8 +133,8 @@ class Buddies:
     one host has all of them, there is no ward, and nothing is done.
     """
 
-    def __init__(self, generations: Generations, held: Holdings) -> None:
-        self._generations, self._held = generations, held
+    def __init__(self, generations: Generations, held: Holdings, settings: Settings) -> None:
+        self._generations, self._held, self._settings = generations, held, settings
         self._exchange: StateExchange | None = None
         self._ward = Share(0, -1)
         self._worker, self._job = Worker("odc-buddy"), _settled()
@@ -140,7 +150,7 @@ class Buddies:
             return
         own = self._held.own_share
         self._ward = Share(own.layout, ward)
-        self._exchange = exchange = StateExchange(host_network(), self._generations.patience_s)
+        self._exchange = exchange = StateExchange(host_network(self._settings), self._generations.patience_s)
         for share, slots in self._held.items():
             for step in slots.steps():
                 exchange.show(share, step, slots)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from odc.errors import UnsupportedError
+from odc.memory.driver_calls import DriverError
 
 
 def refuse_devices(model: nn.Module, device: torch.device | None, *, fewer: bool = False) -> None:
@@ -27,13 +28,16 @@ def refuse_devices(model: nn.Module, device: torch.device | None, *, fewer: bool
 
 
 def is_of_device(error: BaseException) -> bool:
-    """Whether an error, or one behind it, is CUDA's: after most of these the process cannot use its GPU any more.
+    """Whether an error, or one behind it, is CUDA's, as torch, Triton or odc raises it: after most of these the process
+    cannot use its GPU any more.
 
     So none is taken for the end of another rank, even if one has ended: a new process can go on, this one could not.
     """
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, torch.AcceleratorError) or str(seen).startswith("CUDA error"):
+        if isinstance(seen, DriverError):
+            return seen.name != "CUDA_ERROR_OUT_OF_MEMORY"  # a device that lacks memory can be used
+        if isinstance(seen, torch.AcceleratorError) or str(seen).startswith(("CUDA error", "Triton Error [CUDA]")):
             return True
         seen = seen.__cause__
     return False

@@ -5,10 +5,10 @@ process has the place of that one, or the others go on without it, and they are 
 
 Keys in the launcher's store, under `odc/recovery/`: `generation` (the newest; it only rises, and says "over" once all
 have kept the last step in it), `G/present/P` (what the process with place P shows in generation G), `G/ready/R` (where
-the slots of rank R are then), `G/over/R` (it has kept its last step), `first`, the step that the job begins at, and
-`keeper/H`, the process that keeps the slots of host H. Where ranks may become fewer also `G/members`, who takes part in
-G; `members`, who did last; `waiting/P`, a process that waits for others of its host. Process group and heaps of
-generation G have their keys under `odc/recovery/G/`.
+the slots of rank R are then), `G/over/R` (it has kept its last step), `first`, the step that the job begins at, `past`,
+once a rank keeps a later one, and `keeper/H`, the process that keeps the slots of host H. Where ranks may become fewer
+also `G/members`, who takes part in G; `members`, who did last; `waiting/P`, a process that waits for others of its
+host. Process group and heaps of generation G have their keys under `odc/recovery/G/`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,16 @@ from odc.net import JobStore, announce_failure
 from odc.net.announced import failure, host_identity
 from odc.net.store import attempt
 from odc.recovery.arrivals import Arrivals
-from odc.recovery.members import Agreed, Held, MemberList, Presence, Share, newest_common, on_whole_hosts
+from odc.recovery.members import (
+    Agreed,
+    Held,
+    MemberList,
+    NothingKeptError,
+    Presence,
+    Share,
+    newest_common,
+    on_whole_hosts,
+)
 
 PREFIX = "odc/recovery/"
 _OVER = " over"
@@ -62,7 +71,7 @@ class Generations:
         self.place, self._places, self._timeout_s, self._device = place, places, timeout_s, device
         self._fewest = places if fewest is None else fewest
         self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), place, PREFIX, lasts=True)
-        self.generation = 0
+        self.generation, self._came = 0, False
         self.members = MemberList(0, tuple(range(places)))
         self.presences: dict[int, Presence] = {}  # by rank
         self._processes: dict[int, ProcessHandle] = {}  # by place
@@ -92,18 +101,23 @@ class Generations:
 
         Returns what `newest_common` finds. `held` is asked for each try. Raises GenerationOver if that generation is
         given up meanwhile, WaitTimeoutError, with those that are missing, when no other has come for `timeout_s`,
-        NothingKeptError, OdcError if the job is over.
+        NothingKeptError, also where nothing is held past the beginning, OdcError if the job is over or the place taken.
         """
         self._refuse_over()
         self.generation = self._newest()
         self._refuse_taken()
-        for process in self._processes.values():
-            process.close()
-        self._processes = {}
+        self.close()
         self._store.set(f"{self.generation}/present/{self.place}", self._shown(held()).encode())
+        self._came = True
         shown = self._gather()
         self.presences = {rank: shown[place] for rank, place in enumerate(self.members.places)}
-        return self._common({place: shown[place] for place in self.members.places})
+        agreed = self._common({place: shown[place] for place in self.members.places})
+        if agreed is None and self._store.check(["past"]):
+            raise NothingKeptError(
+                "no process lives that held what ranks have kept, and the job is past its beginning. Restart it from "
+                "the last checkpoint, with a new store"
+            )
+        return agreed
 
     def ready(self, point: str, own: Held) -> dict[int, Held]:
         """Wait until every rank has come to a point; returns what each has shown there. Raises as `enter` does."""
@@ -120,15 +134,13 @@ class Generations:
                 missing = [place for rank, place in enumerate(self.members.places) if rank not in found]
                 raise self._late(missing, self.patience_s)
 
-    def begin_at(self, step: int) -> None:
-        """Note the step that the job begins at, the same on every rank."""
-        self._store.set("first", str(step))
+    def begin_at(self, step: int) -> int:
+        """The step that the job begins at: this one, unless a rank has noted another."""
+        return int(self._store.compare_set("first", "", str(step)))
 
-    @property
-    def first(self) -> int | None:
-        """The step that the job begins at, once a rank has noted it."""
-        found = self._store.find("first")
-        return None if found is None else int(found)
+    def pass_first(self) -> None:
+        """From now on the job cannot begin again. Before any rank keeps a later step than the first."""
+        self._store.set("past", "")
 
     @property
     def keeper(self) -> Presence | None:
@@ -194,8 +206,7 @@ class Generations:
     @property
     def share_devices(self) -> bool:
         """Whether two ranks of this generation train on one device."""
-        devices = [presence.device for presence in self.presences.values()]
-        return len(set(devices)) < len(devices)
+        return len({presence.device for presence in self.presences.values()}) < len(self.presences)
 
     def here(self, rank: int) -> bool:
         """Whether a rank of this generation is on this host."""
@@ -209,6 +220,7 @@ class Generations:
     def close(self) -> None:
         for process in self._processes.values():
             process.close()
+        self._processes = {}
 
     # entering -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +231,9 @@ class Generations:
     def _refuse_taken(self) -> None:
         """GenerationOver where the newest generation is not this process's to enter; it begins the next one then."""
         # This process itself, before a death, or the one whose place it takes.
-        taken = self._store.check([f"{self.generation}/present/{self.place}"])
+        taken = self._store.find(f"{self.generation}/present/{self.place}")
+        if taken and self._came:
+            Presence.decode(taken).refuse_second(self._shown({}), self.place)
         members = self._decided(self.generation)
         if not taken and members is None:
             return
@@ -227,7 +241,7 @@ class Generations:
         if taken and self.place in places:
             # Ranks of other hosts may wait for that one's heap, and have no other way to learn of its end.
             rank = places.index(self.place)
-            announce_failure(self._of_group(), f"rank {rank} has ended, and its place is taken", rank)
+            announce_failure(self._of_group(), f"another process has the place of rank {rank}", rank)
         elif members is not None:
             self._await_host(members)
         self.leave()
@@ -337,7 +351,8 @@ class Generations:
     def _common(self, shown: dict[int, Presence]) -> Agreed | None:
         layouts = {share.layout for one in shown.values() for share in one.held}
         worlds = {layout: len(self.places_of(layout)) for layout in layouts or {self.members.layout}}
-        return newest_common(shown.values(), worlds, self.first)
+        first = self._store.find("first")
+        return newest_common(shown.values(), worlds, None if first is None else int(first))
 
     def _shown(self, held: dict[Share, Held]) -> Presence:
         return Presence(os.getpid(), host_identity(), held, self._device)

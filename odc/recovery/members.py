@@ -62,6 +62,15 @@ class Presence:
         pid, host, held, device = json.loads(text)
         return cls(pid, host, {Share(layout, rank): Held(fds, steps) for layout, rank, fds, steps in held}, device)
 
+    def refuse_second(self, own: Presence, place: int) -> None:
+        """OdcError if another process shows this than the one that shows `own`, which had the place before."""
+        if (self.pid, self.host) != (own.pid, own.host):
+            where = "" if self.host == own.host else " of another host"
+            raise OdcError(
+                f"rank {place} has two processes: {self.pid}{where} has taken the place of {own.pid}, which lives. "
+                "Start one process for each rank"
+            )
+
 
 class MemberList(NamedTuple):
     """The places that take part in a generation, rising, and the layout of what they train."""

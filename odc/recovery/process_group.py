@@ -26,15 +26,20 @@ from odc.fsdp._torch_groups import abort_nccl, keep_for_ever
 from odc.fsdp.rejoin import aborted_by_another, announce_rank
 from odc.net.store import clone_of
 from odc.recovery.generations import PREFIX, EndWatch, GenerationOver, Generations
+from odc.settings import Settings
 from odc.worker import Job, in_background
 
 
 class GenerationGroup:
-    """What watches the process group of a generation, until `close`; with `nccl`, from a thread of its own."""
+    """What watches the process group of a generation, until `close`; with `nccl`, from a thread of its own.
+
+    Attributes:
+        cut_short: whether collectives have been aborted.
+    """
 
     def __init__(self, generations: Generations, *, nccl: bool) -> None:
         self._generations, self._aborting = generations, threading.Lock()
-        self._closed, self._cut_short = threading.Event(), False
+        self._closed, self.cut_short = threading.Event(), False
         if nccl:
             in_background("odc-nccl", self._watch)
 
@@ -44,7 +49,7 @@ class GenerationGroup:
                 continue
             with self._aborting:
                 if not self._closed.is_set():
-                    self._cut_short = True  # before: whoever finds the device at rest finds out why
+                    self.cut_short = True  # before: whoever finds the device at rest finds out why
                     abort_nccl()
             return
 
@@ -69,7 +74,7 @@ class GenerationGroup:
         """
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        if self._cut_short:
+        if self.cut_short:
             raise GenerationOver
 
     def close(self) -> None:
@@ -78,7 +83,9 @@ class GenerationGroup:
             self._closed.set()
 
 
-def make_group(store: Any, generations: Generations, device: torch.device | None = None) -> GenerationGroup:
+def make_group(
+    store: Any, generations: Generations, device: torch.device | None = None, settings: Settings | None = None
+) -> GenerationGroup:
     """Make the default process group of the generation that was entered, and wait until all its ranks are connected.
 
     With a `device`, NCCL has the collectives of devices; gloo, as on the CPU, where ranks may share one, which NCCL
@@ -98,7 +105,7 @@ def make_group(store: Any, generations: Generations, device: torch.device | None
     backend = f"cpu:gloo,cuda:{'nccl' if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world)
     try:
-        announce_rank(generations.patience_s)
+        announce_rank(generations.patience_s, settings)
         _await_connected(generations, device if nccl else None)
     except BaseException:
         keep_for_ever()

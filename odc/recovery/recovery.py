@@ -2,10 +2,11 @@
 
     recovery = odc.Recovery()                        # instead of torch.distributed.init_process_group
     ...                                              # build model and optimizer, as always
-    recovery.protect(model, optimizer, scheduler=scheduler)
+    batches = odc.StatefulBatches(loader)
+    recovery.protect(model, optimizer, scheduler=scheduler, batches=batches)
     for step in recovery.steps(1000):
         with recovery.attempt():                     # one minibatch and its optimizer step
-            train(step)
+            train(next(batches))
 
 Whoever started the ranks starts a process for a rank that has ended, with the same environment; it runs the program
 from its beginning and takes its place at the step where the others are. docs/recovery.md says why that is exact.
@@ -16,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -24,32 +24,40 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.deadlines import LOSS_POLL_S, LOSS_SHOWS_S, Deadline
-from odc.errors import ConfigError, OdcError, PeerLostError, UnsupportedError, WaitTimeoutError
-from odc.fsdp.rejoin import aborted_by_another, enter_generation, leave_generation, refuse_groups
+from odc.errors import ConfigError, PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.fsdp.rejoin import enter_generation, leave_generation, refuse_groups
 from odc.memory.device_links import device_uuid
 from odc.ranks.worker import report_progress
-from odc.recovery.buddy import Buddies
-from odc.recovery.devices import forget_frames, is_of_device, refuse_devices
+from odc.recovery.batches import refuse_loaders
+from odc.recovery.buddy import Buddies, refuse_hosts
+from odc.recovery.devices import forget_frames, refuse_devices
 from odc.recovery.generations import GenerationOver, Generations
 from odc.recovery.holdings import Holdings
 from odc.recovery.launched import launched_place, launchers_store
+from odc.recovery.losses import is_loss, loss_shows
 from odc.recovery.members import Agreed, Held, Share
+from odc.recovery.met import MinibatchMet
 from odc.recovery.process_group import GenerationGroup, make_group
 from odc.recovery.reshard import FormerLayout
 from odc.recovery.shown import ShownRecovery, TracedPlace
 from odc.recovery.slots import Slots
 from odc.recovery.state import Stateful, TrainingState
+from odc.settings import Settings
 
 _log = logging.getLogger(__name__)
+_ALONE = (
+    "rank %d begins in generation %d with the weights that its program has built. If a broadcast before protect() "
+    "has to bring them, begin the job anew, and broadcast in the first attempt (docs/recovery.md)"
+)
 
 
 class Recovery:
     """The rank's place in a job that survives deaths. Constructing it makes the default process group.
 
-    On the main thread; every method but `attempt` waits for other ranks. The environment is torchrun's (RANK,
-    WORLD_SIZE, MASTER_ADDR, MASTER_PORT), with a store that outlives every rank: the launcher hosts it. To train on a
-    GPU, make it the current device first.
+    On the main thread. Constructing it, `finish` and `wait_for_all` wait for all ranks, and so does the end of a block
+    of `attempt` or `repeatable` in which a rank was lost. The environment is torchrun's (RANK, WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT), with a store that outlives every rank: the launcher hosts it. To train on a GPU, make it the current
+    device first.
 
     Args:
         store: a `torch.distributed.Store` that no rank hosts; None makes a client of the launcher's.
@@ -59,6 +67,8 @@ class Recovery:
             sent there after each kept step; a whole host may end. The same on every rank.
         fewest: where a rank has not come for `rejoin_s`, go on without it, if so many have; it may still come later.
             None: never. Over several hosts it takes "buddy". The same on every rank.
+        settings: those that `fully_shard` is given, if any: the network is opened here, by their `lost_after_s`,
+            `address`, `ports` and `secret_file`.
 
     Raises:
         ConfigError: torchrun's variables are missing, or arguments that mean nothing.
@@ -76,6 +86,7 @@ class Recovery:
         every: int = 1,
         keep: Literal["host", "buddy"] = "host",
         fewest: int | None = None,
+        settings: Settings | None = None,
     ) -> None:
         if every < 1 or rejoin_s <= 0:
             raise ConfigError(f"every={every} must be 1 or more, rejoin_s={rejoin_s} more than 0")
@@ -93,13 +104,15 @@ class Recovery:
         uuid = "" if self._device is None else device_uuid(self._device.index)
         self._generations = Generations(self._store, place, places, rejoin_s, fewest, uuid)
         self._held = Holdings(self._generations, rejoin_s)
-        self._buddies = Buddies(self._generations, self._held) if keep == "buddy" else None
+        self._settings = settings
+        self._buddies = Buddies(self._generations, self._held, settings or Settings()) if keep == "buddy" else None
         self._trained: TrainingState | None = None
         self.step = self._first = 0  # steps that are done, also when the program began
         self.recoveries = 0  # that this process has lived through
         self._group = GenerationGroup(self._generations, nccl=False)
         self._shown = ShownRecovery(self.rank)
         self._agreed = self._meet()
+        self._met = MinibatchMet()
 
     @property
     def rank(self) -> int:
@@ -135,11 +148,13 @@ class Recovery:
         """Keep these from now on; in a process that takes another's place, load what that one has kept.
 
         Once, after `fully_shard` and the optimizer, when model and optimizer are as they are at the job's beginning:
-        loaded from the checkpoint of step `first`, for instance. `others` are what else a step changes: schedulers,
-        data loaders, your own counters. The states of torch's, numpy's and Python's global generators are kept too.
+        loaded by this process alone, from the checkpoint of step `first`, for instance. `others` are what else a step
+        changes: schedulers, `StatefulBatches`, your own counters. Modes of modules, `requires_grad`, and the states of
+        torch's, numpy's and Python's global generators are kept, too. Warns where an earlier generation kept none.
 
-        Raises ConfigError in a replacement whose model differs, UnsupportedError for another mesh than a 1-D one over
-        all ranks or a model on another device than the CPU or the GPU that was current, HeapMemoryError without memory.
+        Raises ConfigError in a replacement whose model differs, for another `first` than the job's where no step is
+        kept, or for others that cannot be put back, UnsupportedError for another mesh than a 1-D one over all ranks or
+        a model on another device than the CPU or the GPU that was current, HeapMemoryError without memory.
         """
         if self._trained is not None:
             raise ConfigError("protect() is called once")
@@ -148,12 +163,22 @@ class Recovery:
         for one in models:
             refuse_groups(one)
             refuse_devices(one, self._device, fewer=self._generations.may_shrink)
+        refuse_loaders(others)
         self._trained = TrainingState(models, optimizers, {"odc.trace": TracedPlace(), **others})
-        known = self._generations.first  # a replacement may find a newer checkpoint than the job began with
-        self._first = self.step = first if known is None else known
+        self._met.watch(models)
+        self._first = self.step = self._generations.begin_at(first)
         if self._agreed is None:
-            self._generations.begin_at(self._first)
-            self._keep()
+            if first != self._first:
+                raise ConfigError(
+                    f"the job began at step {self._first} and has kept none since, but this process gives "
+                    f"first={first}: begin it anew from that checkpoint, with a new store"
+                )
+            if self.generation:
+                _log.warning(_ALONE, self.rank, self.generation)
+            try:
+                self._keep()
+            except GenerationOver as error:
+                raise PeerLostError(f"rank {self.rank}: a rank has ended before all had kept a first state") from error
         else:
             with self.repeatable():
                 self._restore(self._agreed)
@@ -179,18 +204,24 @@ class Recovery:
         """
         if self._trained is None:
             raise ConfigError("protect() must be called before attempt()")
+        self._state.begin()
         with self.repeatable():
             yield
             self.count()
 
     def count(self) -> None:
-        """A step is done: keep it. Inside `repeatable`, before this rank ends the next one."""
+        """A step is done: keep it. Inside `repeatable`, before this rank ends the next one.
+
+        Where no minibatch has been run since a state was kept, that one stays: all can go back to it.
+        """
         self.step += 1
-        if self.step % self.every == 0:
+        if self.step % self.every == 0 and self._met.since_kept:
+            if max(self._held.own.steps()) <= self._first:
+                self._generations.pass_first()
             self._keep()
             report_progress()
-        if self._generations.may_shrink and self._generations.superseded():
-            raise GenerationOver  # by a process that wants to join, of which no wait in odc would learn
+            if self._generations.may_shrink and self._generations.superseded():
+                raise GenerationOver  # by a process that wants to join, of which no wait in odc would learn
 
     def wait_for_all(self, point: str) -> None:
         """Wait until every rank of this generation has come to a point. Inside `repeatable`: a death ends the wait."""
@@ -213,8 +244,8 @@ class Recovery:
             yield
         except GenerationOver:
             lost = "a rank has ended, or joins", None
-        except RuntimeError as error:
-            if not self._is_loss(error):
+        except Exception as error:
+            if not is_loss(error, self._generations, self._group):
                 raise
             lost = f"{type(error).__name__}: {error}", getattr(error, "culprit", None)
             forget_frames(error)
@@ -224,6 +255,7 @@ class Recovery:
 
     def close(self) -> None:
         """Let go of all kept states. The process group stays."""
+        self._met.close()
         if self._buddies is not None:
             self._buddies.close()
         self._group.close()
@@ -250,17 +282,19 @@ class Recovery:
         tensors, text = self._state.take()
         self._group.settle(tensors)
         self._held.own.write(self.step, tensors, text)
+        self._met.kept()
         self._shown.kept(self.step)
         if self._buddies is not None:
             self._buddies.keep(self.step)
 
     def _restore(self, agreed: Agreed) -> None:
         self.step = agreed.step
+        self._met.kept()
         if agreed.layout != self._held.own_share.layout:
             self._divide_anew(agreed)
             return
         self._held.own.forget_after(agreed.step)
-        self._state.put(*self._held.own.read(agreed.step))
+        self._state.put(*self._held.own.read(agreed.step), first=agreed.step == self._first)
         self._shown.gone_back(agreed.step)
         if self._buddies is not None:
             self._buddies.keep(agreed.step)
@@ -277,7 +311,7 @@ class Recovery:
         )
         took_part = self._generations.place in places
         base = places.index(self._generations.place) if took_part else self.rank % len(places)
-        self._state.put(*former.kept(base), former.part, random=took_part)
+        self._state.put(*former.kept(base), former.part, random=took_part, first=agreed.step == self._first)
         if self._buddies is not None:
             self._buddies.begin(agreed)
         self._held.own.forget_after(-1)  # of a division that was given up
@@ -309,33 +343,6 @@ class Recovery:
 
     # losing a rank ---------------------------------------------------------------------------------------------
 
-    def _is_loss(self, error: RuntimeError) -> bool:
-        """Whether the end of another rank is behind an error, and not a mistake in this one."""
-        if is_of_device(error):
-            return False
-        if isinstance(error, PeerLostError):
-            return error.culprit not in (None, self.rank)
-        if isinstance(error, OdcError) and not isinstance(error.__cause__, RuntimeError):  # as a failed save has
-            return False
-        return self._loss_shows()  # torch's collectives fail at once, before anything else shows why
-
-    def _loss_shows(self) -> bool:
-        """Whether another rank has ended this generation, waited for a while."""
-        deadline = Deadline(LOSS_SHOWS_S)
-
-        def look() -> None:  # ends a call of a store whose host may be cut off
-            if deadline.passed() or aborted_by_another():
-                raise GenerationOver
-
-        while not aborted_by_another():
-            with contextlib.suppress(GenerationOver):
-                if (culprit := self._generations.culprit(look)) is not None:
-                    return culprit != self.rank
-            if deadline.passed():
-                return False
-            time.sleep(LOSS_POLL_S)
-        return True
-
     def _recover(self, reason: str, culprit: int) -> None:
         """Meet again and go back to the newest step that every rank has kept."""
         self.recoveries += 1
@@ -353,13 +360,6 @@ class Recovery:
         with self.repeatable():  # it waits where the number of ranks has changed
             self._restore(self._agreed or Agreed(self._held.own_share.layout, self._first))
 
-    def _refuse_hosts(self) -> None:
-        hosts = {presence.host for presence in self._generations.presences.values()}
-        if len(hosts) > 1 and self._generations.may_shrink and self._buddies is None:
-            raise UnsupportedError("with fewest=..., ranks on several hosts need keep='buddy'")
-        if len(hosts) == 1 and not self._generations.may_shrink and self._buddies is not None:
-            raise UnsupportedError("keep='buddy' is for ranks on several hosts, and all are on this one; keep='host'")
-
     def _meet(self) -> Agreed | None:
         """Enter a generation, with a process group; what all go back to, None at the beginning."""
         tries = 3 if self._generations.may_shrink else 1  # with members whose end is not seen
@@ -369,9 +369,9 @@ class Recovery:
                 with self._shown.answering(lambda: self.rank):
                     agreed = self._generations.enter(self._held.shown)
                 entered = True
-                self._refuse_hosts()
+                refuse_hosts(self._generations, buddies=self._buddies is not None)
                 self._held.take_own()
-                self._group = make_group(self._store, self._generations, self._device)
+                self._group = make_group(self._store, self._generations, self._device, self._settings)
                 if self._buddies is not None:
                     self._buddies.open(agreed)
                 self._held.hold_others(self._generations.ready("ready", Held(self._held.own.fds)))
@@ -385,7 +385,7 @@ class Recovery:
             except OSError:  # a holder has ended since it showed what it holds
                 self._generations.leave()
             except PeerLostError:  # the same on another host
-                if not self._loss_shows():
+                if not loss_shows(self._generations):
                     raise
                 self._generations.leave()
             except WaitTimeoutError:

@@ -188,16 +188,12 @@ class Slots:
         """Descriptors in this process."""
         return [slot.fd for slot in self._slots]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(slot.nbytes for slot in self._slots)
-
     def steps(self) -> list[int]:
         """The steps whose states are whole."""
         return sorted(step - 1 for slot in self._slots if (step := slot.word(SlotWord.STEP)))
 
-    def write(self, step: int, tensors: Sequence[torch.Tensor], text: bytes) -> int:
-        """Keep the state after `step` in place of the older of the two, or of one of the same step; returns its bytes.
+    def write(self, step: int, tensors: Sequence[torch.Tensor], text: bytes) -> None:
+        """Keep the state after `step` in place of the older of the two, or of one of the same step.
 
         HeapMemoryError without memory for it: then what was kept stays.
         """
@@ -206,15 +202,16 @@ class Slots:
             table.append((at, *tensor.shape))
             at = round_up(at + tensor.nbytes, _ALIGN)
         text = pickle.dumps(([(tensor.dtype, *one) for tensor, one in zip(tensors, table, strict=True)], text))
-        return self._put(step, Extent(at, len(text)), lambda slot: slot.fill(tensors, table, at, text))
+        self._put(step, Extent(at, len(text)), lambda slot: slot.fill(tensors, table, at, text))
 
     def receive(self, step: int, extent: Extent, read: Callable[[torch.Tensor], object]) -> None:
         """As `write`, where another process has: `read` fills memory with the bytes that are its `shown` there."""
         self._put(step, extent, lambda slot: read(slot.state(extent)))
 
-    def _put(self, step: int, extent: Extent, fill: Callable[[StateSlot], object]) -> int:
+    def _put(self, step: int, extent: Extent, fill: Callable[[StateSlot], object]) -> None:
         for slot in self._slots:  # both, or the memory might run out in the middle of the training
-            slot.grow(extent.end)
+            if extent.end > slot.nbytes:  # with room for a text twice as long: to grow maps all of the slot anew
+                slot.grow(extent.end + extent.text_bytes)
         kept = {one.word(SlotWord.STEP): one for one in self._slots}
         slot = kept.get(1 + step) or kept[min(kept)]  # a job may begin twice at its first step
         words = slot.words()
@@ -224,7 +221,6 @@ class Slots:
         words.store(SlotWord.TEXT_AT, extent.text_at)
         words.store(SlotWord.TEXT_BYTES, extent.text_bytes)
         words.store(SlotWord.STEP, 1 + step)
-        return extent.end
 
     def shown(self, step: int) -> tuple[Extent, torch.Tensor]:
         """The state after `step`, which must be whole, as bytes for another process: a view, uint8 [n]."""

@@ -10,16 +10,19 @@ import io
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from odc.errors import ConfigError, UnsupportedError
+from odc.fsdp._torch_amp import begin_iteration
 
 
 class Division(NamedTuple):
@@ -34,7 +37,7 @@ Part = Callable[[int, Division], torch.Tensor]
 
 
 class Stateful(Protocol):
-    """Schedulers, data loaders, and what a loop has of its own; torch's protocol of the same name."""
+    """Schedulers, batches, and what a loop has of its own; torch's protocol of the same name."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -48,6 +51,12 @@ class TrainingState:
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
     others: Mapping[str, Stateful]
+    _begun: list[dict[str, Any]] = field(default_factory=list, init=False)  # the modes of the first attempt
+
+    def begin(self) -> None:
+        """Note the modes with which the first attempt begins: what a program did before the loop is not repeated."""
+        if not self._begun:
+            self._begun.append(self._modes())
 
     def take(self) -> tuple[list[torch.Tensor], bytes]:
         """Tensors, which share memory with what is trained, and a text with everything else.
@@ -61,57 +70,98 @@ class TrainingState:
             "optimizers": [_state_of(optimizer) for optimizer in self.optimizers],
             "others": {name: other.state_dict() for name, other in self.others.items()},
             "random": random_states(),
+            **self._modes(),
         }
         text = io.BytesIO()
-        _Pickler(text, tensors, self._meshes()).dump(rest)
+        _Pickler(text, tensors, meshes_of(self.models)).dump(rest)
         return tensors, text.getvalue()
 
     @torch.no_grad()
     def put(
-        self, tensors: Sequence[torch.Tensor], text: bytes, part: Part | None = None, *, random: bool = True
+        self,
+        tensors: Sequence[torch.Tensor],
+        text: bytes,
+        part: Part | None = None,
+        *,
+        random: bool = True,
+        first: bool = False,
     ) -> None:
         """Back to a state that `take` gave on the same rank, perhaps in another process. `.grad` is cleared.
 
         With `part` it was given where there were fewer or more ranks: what is sharded comes from there. Without
-        `random` the random number generators stay as they are.
-        Raises ConfigError where parameters or buffers have other names, shapes or dtypes; nothing is changed then.
+        `random` the random number generators stay as they are. `first`: it is the state of before the first attempt,
+        whose modes are those of `begin`.
+        Raises ConfigError where parameters or buffers have other names, shapes or dtypes, or where there are other
+        optimizers, parameter groups or `others`; nothing is changed then.
         """
 
         def read(number: int, cut: Division | None) -> torch.Tensor:
             return tensors[number] if part is None or cut is None else part(number, cut)
 
-        rest = _Unpickler(io.BytesIO(text), read, self._meshes()).load()
+        rest = _Unpickler(io.BytesIO(text), read, meshes_of(self.models)).load()
         named = list(self._named())
         mine = [(name, _local(tensor)) for name, tensor in named]
         cuts = [_division_of(tensor) for _, tensor in named[: len(rest["names"])]]
         kept = [read(i, cut) for i, cut in enumerate(cuts)] + list(tensors[len(cuts) : len(rest["names"])])
         _refuse_other(mine, list(zip(rest["names"], kept, strict=True)))
+        self._refuse_others(rest)
+        for (_, tensor), value in zip(mine, kept, strict=True):
+            tensor.copy_(value)
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
+        self._set_modes(self._begun[0] if first and self._begun else rest)
+        for optimizer, state in zip(self.optimizers, rest["optimizers"], strict=True):
+            _put_back(optimizer, state)
+        for name, other in self.others.items():
+            other.load_state_dict(rest["others"][name])
+            if isinstance(other, GradScaler):
+                begin_iteration(other)
+        if random:
+            set_random_states(rest["random"])
+
+    def _modes(self) -> dict[str, Any]:
+        """Whether each parameter is trained, and the names of the modules of each model that are in eval mode."""
+        return {
+            "trained": bytes(one.requires_grad for model in self.models for one in model.parameters()),
+            "evaluating": [{name for name, one in model.named_modules() if not one.training} for model in self.models],
+        }
+
+    def _set_modes(self, modes: Mapping[str, Any]) -> None:
+        parameters = [one for model in self.models for one in model.parameters()]
+        for parameter, trained in zip(parameters, modes["trained"], strict=True):
+            if parameter.requires_grad != trained:
+                parameter.requires_grad_(bool(trained))
+        for model, evaluating in zip(self.models, modes["evaluating"], strict=True):
+            for name, module in model.named_modules():
+                module.training = name not in evaluating
+
+    def _refuse_others(self, rest: dict[str, Any]) -> None:
         if rest["others"].keys() != self.others.keys() or len(rest["optimizers"]) != len(self.optimizers):
             raise ConfigError(
                 f"the kept state has {len(rest['optimizers'])} optimizers and {sorted(rest['others'])}, this process "
                 f"{len(self.optimizers)} and {sorted(self.others)}"
             )
-        for (_, tensor), value in zip(mine, kept, strict=True):
-            tensor.copy_(value)
-        for model in self.models:
-            model.zero_grad(set_to_none=True)
-        for optimizer, state in zip(self.optimizers, rest["optimizers"], strict=True):
-            _put_back(optimizer, state)
-        for name, other in self.others.items():
-            other.load_state_dict(rest["others"][name])
-        if random:
-            set_random_states(rest["random"])
+        for optimizer, kept in zip(self.optimizers, rest["optimizers"], strict=True):
+            if len(kept["groups"]) != len(optimizer.param_groups):
+                raise ConfigError(
+                    f"the kept state has {len(kept['groups'])} parameter groups of {type(optimizer).__name__}, this "
+                    f"process {len(optimizer.param_groups)}: add all of them before protect()"
+                )
 
     def refuse_undivided(self) -> None:
-        """UnsupportedError if an optimizer keeps a plain tensor for a sharded parameter.
-
-        Among another number of ranks no one could know which part of it is whose.
+        """UnsupportedError if an optimizer keeps a plain tensor for a sharded parameter, of which among another number
+        of ranks no one could know which part is whose, or if meshes differ, which get one name then.
         """
+        if len(meshes := meshes_of(self.models)) > 1:
+            raise UnsupportedError(
+                f"where the number of ranks changes, all units need the same mesh; there are {meshes}"
+            )
         for optimizer in self.optimizers:
-            for parameter, state in optimizer.state.items():
+            sharded = {key: state for key, state in optimizer.state.items() if isinstance(key, DTensor)}
+            for state in sharded.values():
                 for name, value in state.items():
                     plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-                    if plain and value.numel() > 1 and isinstance(parameter, DTensor):
+                    if plain and value.numel() > 1:
                         raise UnsupportedError(
                             f"{type(optimizer).__name__} keeps {name!r}, a plain tensor, for a sharded parameter: the "
                             "number of ranks cannot change with it"
@@ -125,10 +175,13 @@ class TrainingState:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 yield (f"{i}.{name}" if i else name), tensor
 
-    def _meshes(self) -> list[Any]:
-        """The meshes of all DTensors, in the order of the parameters, which is the same in every process."""
-        parameters = [parameter for model in self.models for parameter in model.parameters()]
-        return list({id(p.device_mesh): p.device_mesh for p in parameters if isinstance(p, DTensor)}.values())
+
+def meshes_of(models: Iterable[nn.Module]) -> list[DeviceMesh]:
+    """The meshes of sharded parameters, in their order, which is the same in every process. Equal ones count as one:
+    each `fully_shard` makes its own, and when the number of ranks changes all get a new one.
+    """
+    parameters = (parameter for model in models for parameter in model.parameters())
+    return list(dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)))
 
 
 def _division_of(tensor: torch.Tensor) -> Division | None:
@@ -156,16 +209,22 @@ def _refuse_other(mine: Sequence[tuple[str, torch.Tensor]], kept: Sequence[tuple
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `state_dict`, but without its hooks and without gathering anything: by the number of the parameter."""
+    """As `state_dict`, but without its hooks and without gathering anything: by the number of the parameter.
+
+    `common` are the entries of its state that are no parameter's.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     known = optimizer.state
-    return {"state": {i: dict(known[p]) for i, p in enumerate(parameters) if p in known}, "groups": groups}
+    state = {i: dict(known[p]) for i, p in enumerate(parameters) if p in known}
+    common = {key: value for key, value in known.items() if not isinstance(key, torch.Tensor)}
+    return {"state": state, "common": common, "groups": groups}
 
 
 def _put_back(optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.state.clear()  # also what came after the kept step
+    optimizer.state.update(kept["common"])
     for i, state in kept["state"].items():
         optimizer.state[parameters[i]] = state
     for group, values in zip(optimizer.param_groups, kept["groups"], strict=True):
@@ -202,7 +261,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 class _Pickler(pickle.Pickler):
     """Puts tensors aside, in `tensors`, wherever in a state they are."""
 
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], meshes: Sequence[Any]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor], meshes: list[DeviceMesh]) -> None:
         super().__init__(file)
         self._tensors, self._meshes = tensors, meshes
 
@@ -212,7 +271,11 @@ class _Pickler(pickle.Pickler):
         self._tensors.append(_local(thing))
         number, spread = len(self._tensors) - 1, None
         if isinstance(thing, DTensor):
-            mesh = next(i for i, one in enumerate(self._meshes) if one is thing.device_mesh)
+            if thing.device_mesh not in self._meshes:
+                raise UnsupportedError(
+                    f"recovery is for states on meshes of parameters; a tensor is on {thing.device_mesh}"
+                )
+            mesh = self._meshes.index(thing.device_mesh)
             spread = mesh, tuple(thing.placements), tuple(thing.shape), tuple(thing.stride())
         return number, thing.device.type, spread  # a new process may give its device another number
 
@@ -221,7 +284,7 @@ class _Unpickler(pickle.Unpickler):
     """Makes copies of the tensors that a `_Pickler` put aside, which `read` finds."""
 
     def __init__(
-        self, file: io.BytesIO, read: Callable[[int, Division | None], torch.Tensor], meshes: Sequence[Any]
+        self, file: io.BytesIO, read: Callable[[int, Division | None], torch.Tensor], meshes: list[DeviceMesh]
     ) -> None:
         super().__init__(file)
         self._read, self._meshes = read, meshes

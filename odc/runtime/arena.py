@@ -14,13 +14,14 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from odc.errors import HeapMemoryError, OdcError, PeerLostError
 from odc.memory import ShmHeap, round_up
 from odc.net.announced import announce_process
-from odc.net.store import JobStore, KeyValueStore
+from odc.net.store import JobStore
 from odc.protocol.arena_protocol import AbsentMember, ArenaWords
 from odc.protocol.grid import RankGrid
 from odc.protocol.words import Word
@@ -83,7 +84,7 @@ class Arena:
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: Any,
         ranks: Sequence[int],
         rank: int,
         nbytes: int,

@@ -42,7 +42,7 @@ from odc.errors import (
     culprit_of,
 )
 from odc.memory import Attachment
-from odc.net.announced import failure, host_identity, process_of, refuse_failure
+from odc.net.announced import failure, has_ended, host_identity, refuse_failure
 from odc.net.requests import Answer, NoAnswerError, ask
 from odc.net.store import JobStore
 from odc.protocol.grid import RankGrid
@@ -233,6 +233,14 @@ class Rendezvous:
         with contextlib.suppress(OdcError):  # the store may have gone with the culprit
             self._store.within(STORE_ENDING_S).set(self._key(self.grid.me) + "/aborted", json.dumps([culprit, reason]))
 
+    def refuse_failed(self, doing: str) -> None:
+        """Raise PeerLostError if a rank has left in the store why it ended; not if the store does not answer."""
+        left = None
+        with contextlib.suppress(OdcError):
+            left = failure(self._store.within(STORE_ENDING_S))
+        if left is not None:
+            raise aborted_by(f"rank {self.grid.rank}, {doing}", *left)
+
     def _reported(self, member: int) -> PeerLostError | None:
         """What the member left by `report`, or any rank as it ended, as an error."""
         store = self._store.within(STORE_ENDING_S)
@@ -267,8 +275,7 @@ class Rendezvous:
             self.check(doing)
             self._refuse_other_root(rank)  # first: each rank names the difference as it sees it
             refuse_failure(self._store, here)
-            process = process_of(self._store, rank)
-            if process is not None and not process.alive() and not self._store.check([key]):
+            if has_ended(self._store, rank) and not self._store.check([key]):
                 ended = f"the process of rank {rank} ended before its first minibatch; its output says why"
                 raise PeerLostError(f"{here}: {ended}", culprit=rank)
 
@@ -336,8 +343,7 @@ class Rendezvous:
     def _may_attach(self, member: int) -> bool:
         if any(self._store.check([self._key(member) + kind]) for kind in ("/settled", "/aborted")):
             return False
-        process = process_of(self._store, self.grid.ranks[member])
-        return process is None or process.alive()
+        return not has_ended(self._store, self.grid.ranks[member])
 
     def forget(self) -> None:
         """Take this root out of the store. Every member calls it once, when all have settled; the last deletes."""

@@ -19,6 +19,7 @@ from typing import Any
 from odc.deadlines import ALIVE_CHECK_S, DAEMON_JOIN_S
 from odc.errors import ConfigError, UnsupportedError
 from odc.hosts.watch import HostWatch, neighbours
+from odc.memory import Words
 from odc.net.handshake import PeerCredentials
 from odc.net.host_link import HostLink
 from odc.net.listener import list_listeners, remedy
@@ -72,6 +73,10 @@ class Daemon:
         self._services[service.identity] = service
         self.liveness.follow(service.identity, service.lost)
         self.notify()
+
+    def boards_beside(self, identity: str) -> list[Words]:
+        """Of the roots that this rank has beside one; they stay valid when those shut down."""
+        return [one.board for one in list(self._services.values()) if one.identity != identity]
 
     def dismiss(self, service: Service, then: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Stop serving a root; the loop calls `then` once it no longer touches the root's heap.

@@ -14,11 +14,12 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from odc.deadlines import ENDED_LONGEST_POLL_S, STORE_POLL_S, Backoff
 from odc.errors import OdcError, PeerLostError, culprit_of
 from odc.hosts.links import Links
 from odc.net.announced import await_host, find_hosts, host_identity, refuse_failure
 from odc.net.engines import Engine
-from odc.net.handshake import export_purpose
+from odc.net.handshake import export_purpose, link_purpose
 from odc.net.host_link import HostLink
 from odc.net.network import HostNetwork
 from odc.net.store import JobStore
@@ -89,29 +90,36 @@ class HostConnections:
     ) -> None:
         self._layout, self._grid = layout, layout.grid
         self._network, self.links, self._attend = network, links, attend
-        self._purpose = f"link {identity}"
+        self._purpose = link_purpose(identity)
         self._closed = False
         network.expect(self._purpose, self._accepted)
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Start the thread that makes the links. It ends the job if a partner does not come up."""
-        partners = [member for member in self._grid.partners if self._grid.host(member) < self._grid.here]
-        if partners:
-            in_background("odc-link", lambda: self._dial(rendezvous, partners))
+        """Start the thread that makes the links, or waits for them. It ends the job if a partner does not come up."""
+        if self._grid.partners:
+            in_background("odc-link", lambda: self._dial(rendezvous))
 
-    def _dial(self, rendezvous: Rendezvous, partners: list[int]) -> None:
+    def _dial(self, rendezvous: Rendezvous) -> None:
         try:
-            for partner in partners:
+            awaited = set(self._grid.partners)
+            for partner in (one for one in self._grid.partners if self._grid.host(one) < self._grid.here):
                 rendezvous.agreed(partner)
                 try:
                     connection = self._network.dial(self._grid.ranks[partner], self._purpose, rendezvous.check)
                 except PeerLostError as error:
                     self.links.missed(partner, str(error))
+                    awaited.remove(partner)
                 else:
                     self._link(partner, connection)
-        except OdcError as error:
+            backoff = Backoff(STORE_POLL_S, ENDED_LONGEST_POLL_S)
+            while not self._closed and not all(map(self.links.up, awaited)):
+                rendezvous.refuse_failed("waiting for links")  # which do not come from ranks that have ended by then
+                backoff.sleep()
+        except Exception as error:
             if not self._closed:
                 abort(self._layout, str(error), culprit_of(error, self._grid.rank))
+            if not isinstance(error, OdcError):
+                raise  # its traceback is written
 
     def _accepted(self, connection: socket.socket, rank: int) -> None:
         """On the daemon's thread."""

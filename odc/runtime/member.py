@@ -14,7 +14,7 @@ from odc.hosts.cache import NodeCache
 from odc.hosts.heaps import RemoteHeaps, queue_answers
 from odc.hosts.links import Links, Summed
 from odc.hosts.sums import EarlySums, NodeSums
-from odc.memory import SymmetricHeap
+from odc.memory import SymmetricHeap, Words
 from odc.net.engines import Engine
 from odc.net.host_link import HostLink
 from odc.protocol.device import DeviceRoute
@@ -50,7 +50,7 @@ class Endpoint:
 
     Where ranks share a `queue`, each offers after `publish` and claims until none is left; else it is None. `notify`
     wakes the daemon of a member. `engine` reads from other hosts, where all members expose their heap under its
-    identity; `links` go there.
+    identity; `links` go there. `beside` is that of `MemberProtocol`.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class Endpoint:
         notify: Callable[[int], None],
         engine: Engine | None = None,
         links: Links | None = None,
+        beside: Callable[[], Sequence[Words]] = tuple,
     ) -> None:
         self.layout, self.grid = layout, layout.grid
-        self.protocol = protocol = MemberProtocol(layout, links)
+        self.protocol = protocol = MemberProtocol(layout, links, beside)
         self.heaps: HeapReader = MappedHeaps(protocol)
         if engine is not None:
             self.heaps = RemoteHeaps(layout.heap.identity, engine, protocol)
@@ -171,7 +172,7 @@ class Member(Endpoint):
         links, engine = None, None
         if network is not None and grid.remote:
             engine, links = network.engine, Links(layout, server.liveness.report, network.lost_after_s)
-        super().__init__(layout, notify, engine, links)
+        super().__init__(layout, notify, engine, links, functools.partial(server.boards_beside, identity))
         self._service = service = Service(identity, layout, self.drains(), links)
         if network is not None:
             at_home = settings.queue_bytes > 0 and grid.me == HOME

@@ -32,7 +32,7 @@ from odc.errors import (
 )
 from odc.memory import nvshmem
 from odc.memory.nvshmem import Library, SlabPiece
-from odc.net.announced import host_identity, process_of, refuse_failure
+from odc.net.announced import has_ended, host_identity, refuse_failure
 from odc.net.store import JobStore
 from odc.net.tcp import interface_of, own_address
 from odc.runtime.daemon import process_status, refuse_losses
@@ -101,8 +101,7 @@ class AllRanks:
         if (outcome := self._store.find(self._name)) is not None and outcome.decode() != _ALL:
             raise self._refused(outcome.decode())
         refuse_failure(self._store, self._doing)
-        process = process_of(self._store, peer)
-        if process is not None and not process.alive() and self._store.find(key) is None:
+        if has_ended(self._store, peer) and self._store.find(key) is None:
             raise PeerLostError(f"{self._doing}: the process of rank {peer} has ended", culprit=peer)
 
     def _refused(self, outcome: str) -> PeerLostError:

@@ -49,7 +49,7 @@ class Service:
         self._drains, self._links = drains, links
         self.identity, self.layout, self.token = identity, layout, secrets.token_hex(16)
         self.rank = layout.grid.rank
-        self._board = layout.mine.board
+        self.board = layout.mine.board
         self._inboxes: list[Inbox] = []
         if layout.stages:
             grid = layout.grid
@@ -85,6 +85,13 @@ class Service:
         """Return once no device touches this rank's heap for `drain`, which is called no more. On any thread."""
         if self._drain_device is not None:
             self._drain_device.settle()
+
+    def forget(self) -> None:
+        """Drop the views of this rank's heap that `drain` keeps, so that its memory ends with the heap. On any thread,
+        after `settle`, when the daemon serves the root no more.
+        """
+        self._inboxes.clear()
+        self._drain_device = None
 
     def end_of(self, member: int) -> Loss | None:
         """What the end of the process of a member of this host means: its loss, unless it has shut this root down, or
@@ -148,7 +155,7 @@ class Service:
             "root": self.identity,
             "ranks": len(grid.ranks),
             "hosts": grid.host_count,
-            **_described(self._board, self.rank, grid.here),
+            **_described(self.board, self.rank, grid.here),
             "slots": layout.ring.slots * len(self._inboxes),
             "slots_in_use": sum(inbox.waiting() for inbox in self._inboxes),
             "heap_bytes": layout.heap.nbytes,

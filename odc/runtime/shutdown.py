@@ -60,7 +60,7 @@ class HeapRelease:
 
     def check(self) -> bool:
         """Whether no peer needs the root any more. On the thread of releases; may wait for the job's store."""
-        if self._aborted():
+        if self._ending.over() or self._aborted():
             return True
         try:
             if not self._settled:
@@ -99,6 +99,7 @@ class HeapRelease:
             "only slow",
             culprit=ranks[self._remaining[0]],
         )
+        _log.warning("%s", self._late)  # for a root that was dropped long before the end, no thread waits
         return True
 
     def end(self) -> None:
@@ -106,19 +107,40 @@ class HeapRelease:
         self._ending.run()
 
     def _close(self) -> None:
+        """On the daemon's thread, which waits for no device: memory is unmapped once that is done with all its work."""
         with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
-            last_first.callback(self.over.set)
-            last_first.callback(self._layout.close)
+            last_first.callback(self._begin_to_give_back)
             last_first.callback(self._rendezvous.close)
             if self._exposed is not None:
                 last_first.callback(self._exposed.close)
             if self._hosts is not None:
                 last_first.callback(self._hosts.close)
 
+    def _begin_to_give_back(self) -> None:
+        if self._layout.heap.lanes.asynchronous:
+            with contextlib.suppress(RuntimeError):  # no thread can be started
+                in_background("odc-close", self._give_back)
+                return
+        self._give_back()
+
+    def _give_back(self) -> None:
+        try:
+            with self._layout.heap.lanes.lane("server"):  # in no capture's way
+                self._service.forget()
+                self._layout.close()
+        finally:
+            self.over.set()
+
     def wait(self) -> None:
-        """Return once the heap is closed; WaitTimeoutError if a peer was given up."""
-        while not self.over.wait(ALIVE_CHECK_S):
+        """Return once the heap is closed; WaitTimeoutError if a peer was given up, or a device is not done with it."""
+        while not self._ending.over(ALIVE_CHECK_S):  # `check` has a deadline
             pass
+        timeout_s = self._rendezvous.timeout_s
+        if not self.over.wait(timeout_s):
+            raise WaitTimeoutError(
+                f"rank {self._service.rank}, leaving heap {self._service.identity}: its device has not ended what it "
+                f"was asked for within {timeout_s:g} s, perhaps a collective that a lost rank has not joined"
+            )
         if self._late is not None:
             raise self._late
 
@@ -167,18 +189,18 @@ class ReleaseQueue:
     def _serve(self) -> None:
         """Check all releases until none is left. Each as often: peers may shut down in another order."""
         backoff, known = Backoff(RELEASE_FIRST_CHECK_S, RELEASE_LONGEST_CHECK_S), 0
-        while self._added and not self._stopping:
+        while self._added:
             if len(self._added) > known:
                 backoff.restart()
             for release in self._added[:]:
-                if _is_over(release):
+                if self._stopping or _is_over(release):
                     release.end()
+                    release.over.wait(RELEASE_FIRST_CHECK_S)
+                if release.over.is_set():
                     self._added.remove(release)
             known = len(self._added)
             if known:
                 backoff.sleep()
-        for release in self._added[:]:
-            release.end()
 
 
 def _is_over(release: HeapRelease) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odc.errors import ConfigError
+from odc.balance.model_sizes import ModelSizes, sizes_of, text_config
+from odc.errors import ConfigError, PlanError
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,13 @@ def _qwen(
     }
 
 
-#: Sizes as in the public configs; DeepSeek-R1-Distill-Qwen has those of Qwen2.5.
+# Types whose head is the embedding unless their config says otherwise.
+_TIED = frozenset(
+    {"biogpt", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "falcon", "gemma", "gemma2", "gemma3_text"}
+    | {"gemma3n_text", "gemma4_text", "gpt2", "gpt_bigcode", "opt", "smollm3", "starcoder2", "vaultgemma"}
+)
+
+#: Sizes as in the public configs of DeepSeek-R1-Distill-Qwen. Qwen2.5's are the same, but 1.5B's head is its embedding.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-1.5b": _qwen(1536, 28, 8960, 12, 2, 151936),
     "qwen2.5-7b": _qwen(3584, 28, 18944, 28, 4),
@@ -69,43 +77,47 @@ def config_named(name: str) -> dict[str, Any]:
     """The config called `name`, or the one in a config.json or a folder that has one; raises ConfigError."""
     if name in MODELS:
         return MODELS[name]
-    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    if not path.is_file():
+    path = Path(name, "config.json") if os.path.isdir(name) else Path(name)
+    if not os.path.isfile(path):  # unlike Path's, no error where the name is too long for a file
         raise ConfigError(f"model: {name!r} is neither a config file nor one of {', '.join(MODELS)}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise ConfigError(f"model: cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"model: {path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model: {path} does not hold a config")
     return config
 
 
+def sizes_of_model(config: dict[str, Any]) -> ModelSizes:
+    """The sizes in a config; raises ConfigError where `sizes_of` raises PlanError."""
+    try:
+        return sizes_of(config)
+    except PlanError as error:
+        raise ConfigError(f"model: {error}") from error
+
+
 def kv_width(config: dict[str, Any]) -> int:
     """Numbers that one token's keys and values in one layer consist of."""
-    config = config if "hidden_size" in config else config.get("text_config", config)
-    return int(2 * (config.get("num_key_value_heads") or config["num_attention_heads"]) * _head_dim(config))
-
-
-def _head_dim(config: dict[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    sizes = sizes_of_model(config)
+    return 2 * sizes.kv_heads * sizes.head_dim
 
 
 def parameter_counts(config: dict[str, Any]) -> tuple[float, float]:
-    """Parameters of all layers, and of embedding and head, of a dense decoder-only config or one with experts.
+    """Parameters of all layers, and of embeddings and head, of a dense decoder-only config or one with experts.
 
-    Norms and biases are left out. Raises ConfigError naming a missing key.
+    Norms, biases and embeddings of positions are left out. Raises ConfigError naming a missing key.
     """
-    config = config if "hidden_size" in config else config.get("text_config", config)
-    try:
-        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-        heads = config["num_attention_heads"]
-        attention = 2 * hidden * (heads * _head_dim(config)) + hidden * kv_width(config)
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        experts = next((config[name] for name in names if config.get(name)), 0)
-        width = (config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]
-        mlp = 3 * hidden * width * max(1, experts) + hidden * experts
-        root = hidden * config["vocab_size"] * (1 if config.get("tie_word_embeddings") else 2)
-    except KeyError as error:
-        raise ConfigError(f"model: the config has no {error.args[0]!r}") from error
-    return float(layers * (attention + mlp)), float(root)
+    sizes, text = sizes_of_model(config), text_config(config)
+    matrices = sizes.hidden * (3 if sizes.gated else 2)  # of an MLP, for each unit of its width
+    attention = 2 * sizes.hidden * sizes.head_dim * (sizes.heads + sizes.kv_heads)
+    expert_widths = sizes.experts * sizes.expert_intermediate + sizes.shared_intermediate
+    mlps = (sizes.layers - sizes.sparse_layers) * matrices * sizes.intermediate
+    mlps += sizes.sparse_layers * (sizes.hidden * sizes.experts + matrices * expert_widths)
+    tied = text.get("tie_word_embeddings", text.get("model_type") in _TIED)
+    root = sizes.hidden * sizes.vocab * (1 if tied else 2)
+    if width := text.get("hidden_size_per_layer_input"):  # Gemma's embeddings that every layer has for itself
+        root += sizes.layers * width * text.get("vocab_size_per_layer_input", sizes.vocab)
+    return float(sizes.layers * attention + mlps), float(root)

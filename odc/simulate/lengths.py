@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odc.balance.inputs import read_elements
+from odc.balance.inputs import MOST_TOKENS, read_elements
 from odc.errors import ConfigError, DataError, install
 
 
@@ -83,14 +84,14 @@ def lengths_named(source: str) -> Lengths:
     if source in NAMED:
         return NAMED[source]
     path = Path(source)
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path's, no error where the name is too long for a file
         raise ConfigError(f"lengths: {source!r} is neither a file nor one of {', '.join(NAMED)}")
     try:
         lengths = _from_datasets(path) if path.is_dir() else [_length(row) for row in read_elements(path)]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise DataError(f"{path} holds no lengths: {error}") from error
-    if not lengths or min(lengths) < 1:
-        raise DataError(f"{path}: there must be lengths, all 1 or more")
+    if not lengths or min(lengths) < 1 or max(lengths) > MOST_TOKENS:
+        raise DataError(f"{path}: there must be lengths, all of 1 to {MOST_TOKENS}")
     return LengthSample(tuple(lengths))
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from odc.errors import OdcError, install
+from odc.errors import ConfigError, OdcError, install
 from odc.simulate.study import AXES, Study
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.table import Table
 
 
@@ -21,12 +23,16 @@ def study_table(study: Study) -> Table:
     try:
         from rich import box
         from rich.table import Table
+        from rich.text import Text
     except ImportError as error:
         raise OdcError(f"printing a table needs rich: {install('cli')}") from error
     scenario = study.scenario
+    title = (  # holds the user's paths, so it is no markup
+        f"simulated: {scenario.model} on {scenario.ranks} x {scenario.machine},\n"
+        f"{scenario.samples_per_rank} samples a rank, lengths like {scenario.lengths}"
+    )
     table = Table(
-        title=f"simulated: {scenario.model} on {scenario.ranks} x {scenario.machine},\n"
-        f"{scenario.samples_per_rank} samples a rank, lengths like {scenario.lengths}",
+        title=Text(title, style="table.title"),
         caption=f"means of {scenario.minibatches} minibatches, speed-ups over {study.arms[0].arm}; whole samples\n"
         f"take at least {study.bound_s:.3g} s; bubble = waiting for ranks + for transfers;\n"
         "mb: microbatches of whole samples a rank",
@@ -76,18 +82,30 @@ _STYLE: dict[str, tuple[str, str]] = {
 _MARKERS = "os^Dvp*XPh"
 
 
+def require_drawable(path: Path) -> None:
+    """Raises ConfigError where matplotlib is missing or writes no picture of the kind that the suffix names."""
+    figure = _empty_figure()
+    figure.suptitle("with a text, which some kinds need other programs for")
+    try:
+        figure.savefig(io.BytesIO(), format=path.suffix[1:])
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"picture: cannot write {path}: {error}") from error
+
+
+def _empty_figure(**options: Any) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"drawing needs matplotlib: {install('plot')}") from error
+    return Figure(**options)
+
+
 def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: str) -> None:
     """Write a picture (format by suffix) with one column for each axis: bubbles above, speed-ups below.
 
-    `sweeps` maps an axis to studies by its rising values. Raises OdcError without matplotlib.
+    `sweeps` maps an axis to studies by its rising values. Raises ConfigError without matplotlib.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OdcError(f"drawing needs matplotlib: {install('plot')}") from error
-    figure = Figure(figsize=(4.2 * len(sweeps) + 0.6, 7.4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _empty_figure(figsize=(4.2 * len(sweeps) + 0.6, 7.4), layout="constrained")
     grid = figure.subplots(2, len(sweeps), squeeze=False, sharey="row")
     for column, (axis, studies) in enumerate(sweeps.items()):
         values = [getattr(one.scenario, axis) for one in studies]
@@ -112,7 +130,7 @@ def draw_sweeps(path: str | Path, sweeps: Mapping[str, Sequence[Study]], title: 
     grid[1][0].set_ylabel(f"simulated speed-up over {base}")
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, handlelength=3.5)
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(title, fontsize=12, parse_math=False)
     figure.savefig(path, dpi=130)
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
 from odc.arms import arm_named
 from odc.balance import Cost, cost_from_config
+from odc.balance.inputs import MOST_TOKENS
 from odc.balance.lb_split import floor_of
 from odc.errors import ConfigError, install
-from odc.simulate.catalog import config_named, kv_width, machine_named, parameter_counts
+from odc.simulate.catalog import config_named, kv_width, machine_named, parameter_counts, sizes_of_model
 from odc.simulate.cluster import Algorithm, Cluster
 from odc.simulate.lengths import Lognormal, lengths_named
 from odc.simulate.workload import Model, even_model
@@ -82,14 +85,10 @@ class Scenario:
     seed: int = _data(0, "Seeds lengths and jitter.")
 
     def __post_init__(self) -> None:
-        for name in ("samples_per_rank", "minibatches", "ranks"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be a whole number, 1 or more, not {value!r}")
-        if self.max_length is not None and self.max_length < 16:
-            raise ConfigError(f"max_length must be 16 tokens or more, not {self.max_length!r}")
-        if self.sigma is not None and not 0 < self.sigma < math.inf:
-            raise ConfigError(f"sigma must be above 0, not {self.sigma!r}")
+        for name, kind in get_type_hints(Scenario).items():
+            _require(name, getattr(self, name), kind)
+        if self.sigma is not None and not 0 < self.sigma <= _WIDEST:
+            raise ConfigError(f"sigma must be above 0 and at most {_WIDEST:g}, not {self.sigma!r}")
         if not 1 <= self.packing_ratio < math.inf:
             raise ConfigError(
                 f"packing_ratio must be 1 or more (the longest sample has to fit), not {self.packing_ratio}"
@@ -100,23 +99,25 @@ class Scenario:
             raise ConfigError(f"link_gbit must be above 0, and without inter_bandwidth, not {self.link_gbit!r}")
         if self.collective not in get_args(Algorithm):
             raise ConfigError(f"collective must be one of {', '.join(get_args(Algorithm))}, not {self.collective!r}")
-        if not self.arms:
-            raise ConfigError("arms: name at least one")
-        object.__setattr__(self, "arms", tuple(self.arms))
-        object.__setattr__(self, "slow", {int(rank): float(factor) for rank, factor in self.slow.items()})
+        object.__setattr__(self, "arms", _names(self.arms))
+        object.__setattr__(self, "slow", _factors(self.slow))
         for name in self.arms:
             arm_named(name)
         self.cluster()
 
+    def node_of(self, ranks: int) -> int:
+        """Devices of one node, where there are so many in all."""
+        own = machine_named(self.machine).ranks_per_node
+        return min(ranks, own if self.ranks_per_node is None else self.ranks_per_node)
+
     def cluster(self) -> Cluster:
-        machine = machine_named(self.machine)
-        node = min(self.ranks, self.ranks_per_node or machine.ranks_per_node)
-        link = None if self.link_gbit is None else self.link_gbit * 1e9 / 8 / node  # of one rank
+        machine, node = machine_named(self.machine), self.node_of(self.ranks)
+        far = self.inter_bandwidth if self.link_gbit is None else self.link_gbit * 1e9 / 8 / node  # of one rank
         return Cluster(
             self.ranks,
             node,
-            intra_bandwidth=self.intra_bandwidth or machine.intra_bandwidth,
-            inter_bandwidth=link or self.inter_bandwidth or machine.inter_bandwidth,
+            intra_bandwidth=machine.intra_bandwidth if self.intra_bandwidth is None else self.intra_bandwidth,
+            inter_bandwidth=machine.inter_bandwidth if far is None else far,
             intra_latency=machine.intra_latency,
             inter_latency=machine.inter_latency if self.link_ms is None else self.link_ms / 1000,
             call_seconds=machine.call_seconds,
@@ -132,7 +133,7 @@ class Scenario:
         """The model's layers and root, 2 bytes a parameter and a gradient, 4 of a summed gradient."""
         config = config_named(self.model)
         layers, root = parameter_counts(config)
-        count = int(config.get("text_config", config)["num_hidden_layers"])
+        count = sizes_of_model(config).layers
         model = even_model(count, 2 * layers, root_bytes=2 * root, checkpointing=self.checkpointing)
         return replace(model, accumulator=2.0)
 
@@ -161,11 +162,11 @@ class Scenario:
             if not isinstance(source, Lognormal):
                 raise ConfigError(f"sigma is the width of a named distribution; {self.lengths} is none")
             source = replace(source, sigma=self.sigma)
-        longest = self.max_length or source.longest
+        longest = min(self.max_length or source.longest, MOST_TOKENS)
         generator = np.random.default_rng(self.seed)
         count = self.samples_per_rank * self.ranks
         drawn = [source.draw(count, generator, longest).tolist() for _ in range(self.minibatches)]
-        return drawn, int(longest * self.packing_ratio)
+        return drawn, int(min(longest * self.packing_ratio, float(MOST_TOKENS)))
 
     def with_(self, **changes: Any) -> Scenario:
         """A checked copy with some fields changed."""
@@ -184,7 +185,7 @@ def scenario_from_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"reading YAML needs pyyaml: {install('simulate')}") from error
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must hold a mapping of names to values")
@@ -192,4 +193,64 @@ def scenario_from_yaml(path: str | Path) -> dict[str, Any]:
     unknown = [str(key) for key in found if key not in known]
     if unknown:
         raise ConfigError(f"{path}: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    return dict(found)
+    return {name: _typed(name, value, f"{path}: {name}") for name, value in found.items()}
+
+
+_WIDEST = 5.0  # sigma up to which floats hold the mean of every named distribution
+_SLOW = "RANK:FACTOR, several with commas"
+_LEAST = {"samples_per_rank": 1, "minibatches": 1, "ranks": 1, "ranks_per_node": 1, "max_length": 16}
+_KINDS: dict[type, tuple[tuple[type, ...], str]] = {
+    int: ((Integral,), "a whole number"),
+    float: ((Real,), "a number"),
+    bool: ((bool,), "true or false"),
+    str: ((str,), "a text"),
+}
+
+
+def _typed(name: str, value: Any, where: str) -> Any:
+    """A value of a YAML file as the field's type: YAML has texts for 300e9, and for lists written as on a command line.
+
+    Raises ConfigError.
+    """
+    if not isinstance(value, str):
+        return value
+    kind = str(next(one.type for one in fields(Scenario) if one.name == name))
+    try:
+        if name == "arms":
+            return [arm.strip() for arm in value.split(",")]
+        if name == "slow":
+            return dict(one.split(":") for one in value.split(","))
+        if kind.startswith("int"):
+            return int(value)
+        return float(value) if kind.startswith("float") else value
+    except ValueError as error:
+        raise ConfigError(f"{where} must be {_SLOW if name == 'slow' else 'a number'}, not {value!r}") from error
+
+
+def _require(name: str, value: Any, hint: Any) -> None:
+    """Raises ConfigError where `value` is not of the type that `hint` has for a field, or a whole number too small."""
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if options[0] not in _KINDS or (value is None and type(None) in options):
+        return
+    types, words = _KINDS[options[0]]
+    least = _LEAST.get(name, 0)
+    fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+    if not fits:
+        raise ConfigError(f"{name} must be {words}, not {value!r}")
+    if options[0] is int and value < least:
+        raise ConfigError(f"{name} must be {words}, {least} or more, not {value!r}")
+
+
+def _names(arms: Any) -> tuple[str, ...]:
+    if not isinstance(arms, (list, tuple)) or not arms or not all(isinstance(arm, str) for arm in arms):
+        raise ConfigError(f"arms: name at least one, with commas, not {arms!r}")
+    if len(set(arms)) < len(arms):
+        raise ConfigError(f"arms must be different arms, not {', '.join(arms)}")
+    return tuple(arms)
+
+
+def _factors(slow: Any) -> dict[int, float]:
+    try:
+        return {int(rank): float(factor) for rank, factor in slow.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"slow must be {_SLOW}, not {slow!r}") from error

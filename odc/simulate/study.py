@@ -15,6 +15,7 @@ from odc.balance import Plan, lower_bound
 from odc.errors import ConfigError
 from odc.simulate.cluster import Cluster
 from odc.simulate.events import simulate
+from odc.simulate.lengths import lengths_named
 from odc.simulate.scenario import Scenario
 from odc.simulate.step import Step, StepResult
 from odc.simulate.workload import Gang, Model
@@ -152,21 +153,33 @@ def sweep(
     for value in values:
         if progress is not None:
             progress(f"{axis} {value:g}")
-        studies.append(study(scenario.with_(**{axis: value if axis == "packing_ratio" else int(value)})))
+        studies.append(study(_changed(scenario, axis, value)))
     return studies
 
 
 def usual_values(scenario: Scenario, axis: str) -> list[float]:
-    """Values of a sweep around a scenario, as the paper's figure 10 has them; fewer where a slow rank must be there."""
+    """Values of a sweep around a scenario, as the paper's figure 10 has them, but for those that it cannot have."""
     _require_axis(axis)
-    if axis == "samples_per_rank":
-        return [1, 2, 4, 8, 16]
-    if axis == "packing_ratio":
-        return [1, 2, 4, 8]
-    if axis == "ranks":
-        return [ranks for ranks in (2, 4, 8, 16, 32) if ranks > max(scenario.slow, default=0)]
-    longest = scenario.max_length or 65_536
-    return [longest // 8, longest // 4, longest // 2, longest]
+    longest = scenario.max_length or lengths_named(scenario.lengths).longest
+    usual = {
+        "samples_per_rank": [1, 2, 4, 8, 16],
+        "packing_ratio": [1, 2, 4, 8],
+        "ranks": sorted({2, 4, 8, 16, 32, scenario.ranks}),
+        "max_length": [longest // 8, longest // 4, longest // 2, longest],
+    }
+    return [value for value in usual[axis] if _can_be(scenario, axis, value)]
+
+
+def _changed(scenario: Scenario, axis: str, value: float) -> Scenario:
+    return scenario.with_(**{axis: value if axis == "packing_ratio" else int(value)})
+
+
+def _can_be(scenario: Scenario, axis: str, value: float) -> bool:
+    try:
+        _changed(scenario, axis, value)
+    except ConfigError:
+        return False
+    return True
 
 
 def _require_axis(axis: str) -> None:

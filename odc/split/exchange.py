@@ -11,12 +11,12 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from odc.errors import OdcError, PeerLostError, PlanError, WaitTimeoutError
-from odc.net import KeyValueStore
 from odc.protocol.arena_protocol import AbsentMember
 from odc.runtime import Arena
 from odc.runtime.arena import entry_bytes
@@ -63,9 +63,7 @@ class PieceExchange:
     Raises HeapMemoryError: the arenas do not fit into memory.
     """
 
-    def __init__(
-        self, store: KeyValueStore, ranks: Sequence[int], rank: int, rooms: Rooms, timeout_s: float, name: str
-    ) -> None:
+    def __init__(self, store: Any, ranks: Sequence[int], rank: int, rooms: Rooms, timeout_s: float, name: str) -> None:
         self.rooms = Rooms(rooms.layers, entry_bytes(rooms.kv_bytes), entry_bytes(rooms.grad_bytes), rooms.keep)
         held = rooms.layers if rooms.keep else 2
         kv, grads = [f"kv{at}" for at in range(held)], ["dkv0", "dkv1"]

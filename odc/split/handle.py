@@ -64,10 +64,14 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"{type(module).__name__} was called with a piece of a split sample but without its position_ids, and "
             "would count its tokens from 0: pass all of SamplePiece.of(...).inputs"
         )
-    expected = handle.positions
-    if given is not expected and not (given.shape[-1:] == expected.shape[-1:] and bool((given == expected).all())):
+    if given is not handle.positions and not _same(given, handle.positions):
         raise UnsupportedError(
             f"{type(module).__name__} was called with a piece of a split sample and other position_ids than the "
             "piece's: pass those of SamplePiece.of(...).inputs as they are"
         )
     handle.vouched = True
+
+
+def _same(given: Tensor, expected: Tensor) -> bool:
+    """Whether the positions are alike; those that were made of tokens on the CPU may have moved to a device since."""
+    return given.shape[-1:] == expected.shape[-1:] and bool((given == expected.to(given.device)).all())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from odc.errors import OdcError
-from odc.fsdp import OdcModule, Root, root_of
+from odc.fsdp import OdcModule, Root, root_of, sharded_tops
 from odc.protocol import RootState
 
 
@@ -76,13 +76,6 @@ def open_minibatch(model: nn.Module) -> PieceMinibatch | None:
 def ending_no_minibatch(model: nn.Module) -> Iterator[None]:
     """Inside, a backward through the model ends no minibatch, whatever its mark. It must produce no gradients."""
     with contextlib.ExitStack() as roots:
-        for top in _tops(model):
+        for top in sharded_tops(model):
             roots.enter_context(root_of(top).minibatch.ended_by_caller())
         yield
-
-
-def _tops(model: nn.Module) -> list[OdcModule]:
-    """The sharded modules of `model` that lie in no other sharded one."""
-    if isinstance(model, OdcModule):
-        return [model]
-    return [top for child in model.children() for top in _tops(child)]

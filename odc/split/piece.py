@@ -65,6 +65,7 @@ class SamplePiece:
     cut: Cut = field(init=False)
     _calls: dict[int, int] = field(default_factory=dict)
     _settled: set[int] = field(default_factory=set)
+    _frozen: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.cut = Cut(self.split.slices)
@@ -111,8 +112,17 @@ class SamplePiece:
             raise UnsupportedError(f"layer {layer} attends, but {self.layers} layers were declared")
         out: Tensor = SplitAttention.apply(query, key, value, self, layer, scale, window)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and not out.requires_grad:  # all below is frozen: backward will not come here
-            self._let_go(layer)
+            self._settled.add(layer)
+            self._frozen.add(layer)
         return out
+
+    def let_go_frozen(self) -> None:
+        """Give back the others' keys and values of layers that backward did not come to, once it has ended.
+
+        Not before: a checkpointed layer that is recomputed reads them again.
+        """
+        for layer in self._frozen:
+            self._let_go(layer)
 
     def gather(self, layer: int, kv: Tensor) -> Parts:
         """Put this piece's keys and values unless they lie there already; those that it sees, of every place.

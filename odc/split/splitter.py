@@ -16,7 +16,6 @@ from torch import nn
 from odc.balance.plan import Plan
 from odc.errors import OdcError, PlanError, UnsupportedError
 from odc.fsdp import default_store
-from odc.net import KeyValueStore
 from odc.split import models
 from odc.split.cut import Cut
 from odc.split.exchange import PieceExchange, Rooms, mark_of
@@ -29,8 +28,16 @@ _nameless = itertools.count(1)  # splitters of this process, which all ranks mak
 
 
 def ranks_of_host() -> int:
-    """Ranks of this host by torchrun's variable, else all ranks: the `node` of `lb_split` and `Splitter`."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+    """Ranks of each host by torchrun's variable, else all ranks: the `node` of `lb_split` and `Splitter`.
+
+    All ranks of the job call it together, and wait for each other. Raises UnsupportedError, on all of them, where hosts
+    have unequally many: each rank would plan for hosts like its own.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()))
+    if len(set(found)) > 1:
+        raise UnsupportedError(f"split samples need equally many ranks on every host; there are {sorted(set(found))}")
+    return int(found[0])
 
 
 class Splitter:
@@ -52,6 +59,9 @@ class Splitter:
         name: unlike that of any other splitter of these ranks; numbered unless given.
 
     Raises UnsupportedError: samples of this model cannot be split; lists every reason found.
+
+    Attributes:
+        node: as given, or all ranks.
     """
 
     def __init__(
@@ -65,7 +75,7 @@ class Splitter:
         ranks: Sequence[int] | None = None,
         node: int | None = None,
         rank: int | None = None,
-        store: KeyValueStore | None = None,
+        store: Any = None,
         timeout_s: float = 600.0,
         name: str | None = None,
     ) -> None:
@@ -81,9 +91,9 @@ class Splitter:
         self._ranks = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
         self._rank = dist.get_rank() if rank is None else rank
         self._me = self._ranks.index(self._rank)
-        size = node or len(self._ranks)
-        self._first = self._me // size * size  # of this host's ranks, in plans
-        self._host = self._ranks[self._first : self._first + size]
+        self.node = node or len(self._ranks)
+        self._first = self._me // self.node * self.node  # of this host's ranks, in plans
+        self._host = self._ranks[self._first : self._first + self.node]
         self._store = store
         self._exchange: PieceExchange | None = None
         self._number = self._epoch = self._made = 0
@@ -144,6 +154,9 @@ class Splitter:
                 elif left:
                     exchange.leave(f"rank {self._rank} left the loop over its pieces before the last {left}")
                 raise
+            finally:
+                if piece.finished:
+                    piece.let_go_frozen()
             if not piece.finished and not exchange.lost:
                 reason = (
                     f"rank {self._rank}: the piece of sample {split.sample} was not run forward and backward through "
@@ -171,10 +184,9 @@ class Splitter:
         """Raise PlanError where the plan's pieces do not fit; a function of the plan alone, so on all ranks alike."""
         if len(plan.ranks) != len(self._ranks):
             raise PlanError(f"the plan is for {len(plan.ranks)} ranks, the splitter for {len(self._ranks)}")
-        size = len(self._host)
         for split in plan.splits:
             cut = Cut(split.slices)
-            if len({rank // size for rank in split.ranks}) > 1:
+            if len({rank // self.node for rank in split.ranks}) > 1:
                 raise PlanError(f"pieces of sample {split.sample} lie on several hosts: ranks {split.ranks}")
             if max(cut.sizes) > self._piece_tokens or cut.length > self._longest:
                 raise PlanError(

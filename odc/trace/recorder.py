@@ -96,11 +96,9 @@ class Recorder:
         # One append of one tuple: no other thread can see a partial span.
         self._spans.append((category, lane, start_ns, end_ns, self.epoch, self.microbatch_index, unit, peer, nbytes))
 
-    def span(
-        self, category: str, *, unit: str = "", peer: int = NO_PEER, nbytes: int = 0, lane: str = MAIN
-    ) -> _SpanContext:
-        """Record the body of a `with` as one span, even if it raises."""
-        return _SpanContext(self, category, unit, peer, nbytes, lane)
+    def span(self, category: str, *, unit: str = "", peer: int = NO_PEER) -> _SpanContext:
+        """Record the body of a `with` as one span of the main lane, even if it raises."""
+        return _SpanContext(self, category, unit, peer)
 
     def window(self, epoch: int) -> Mark:
         """Mark one whole minibatch, from begin to the end of finish, even if it raises; no-op inside another window.
@@ -156,19 +154,17 @@ class Recorder:
 class _SpanContext:
     """`Recorder.span`. A class, because a generator costs more than twice as much."""
 
-    __slots__ = ("_category", "_lane", "_nbytes", "_peer", "_recorder", "_start", "_unit")
+    __slots__ = ("_category", "_peer", "_recorder", "_start", "_unit")
 
-    def __init__(self, recorder: Recorder, category: str, unit: str, peer: int, nbytes: int, lane: str) -> None:
+    def __init__(self, recorder: Recorder, category: str, unit: str, peer: int) -> None:
         self._recorder, self._category, self._start = recorder, category, 0
-        self._unit, self._peer, self._nbytes, self._lane = unit, peer, nbytes, lane
+        self._unit, self._peer = unit, peer
 
     def __enter__(self) -> None:
-        self._start = self._recorder.now_on(self._lane)
+        self._start = self._recorder.now()
 
     def __exit__(self, *_: object) -> None:
-        self._recorder.add(
-            self._category, self._start, unit=self._unit, peer=self._peer, nbytes=self._nbytes, lane=self._lane
-        )
+        self._recorder.add(self._category, self._start, unit=self._unit, peer=self._peer)
 
 
 class Mark:

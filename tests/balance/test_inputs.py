@@ -15,6 +15,8 @@ from odc.errors import DataError
     [
         ("3 14\n15,9\n", "length", [3, 14, 15, 9]),
         ("[3, 14]", "length", [3, 14]),
+        ("\ufeff3 14", "length", [3, 14]),
+        ('\ufeff{"length": 3}', "length", [3]),
         ('[{"n": 3}, {"n": 14}]', "n", [3, 14]),
         ('{"length": 3, "x": 1}\n\n{"length": 14}\n', "length", [3, 14]),
         ('{"input_ids": [5, 6, 7]}\n', "input_ids", [3]),
@@ -22,7 +24,7 @@ from odc.errors import DataError
 )
 def test_formats(tmp_path: Path, text: str, field: str, expected: list[int]):
     path = tmp_path / "lengths"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     assert read_lengths(path, field) == expected
 
 
@@ -34,6 +36,7 @@ def test_formats(tmp_path: Path, text: str, field: str, expected: list[int]):
         ("[1, 2", "neither integers, nor a JSON list"),
         ("[1, 2.5]", "element 1 is 2.5"),
         ("[true]", "element 0 is True"),
+        ("[" * 100_000, "neither integers, nor a JSON list"),
         ('{"size": 3}', "element 0 has no field 'length'"),
     ],
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,3 +56,15 @@ def test_the_seed_decides_ties_only() -> None:
 def test_a_sample_over_the_cap_is_named() -> None:
     with pytest.raises(PlanError, match="sample 1 has 11 tokens, more than the cap of 10"):
         lb_dynamic([3, 11], 2, 10)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64])
+def test_lengths_of_narrow_integers_do_not_wrap(dtype: type) -> None:
+    lengths = [200 if dtype is np.uint8 else 30_000] * 3 + [100] * 61
+    assert lb_dynamic(np.array(lengths, dtype), 8, 30_000) == lb_dynamic(lengths, 8, 30_000)
+
+
+def test_one_cap_is_for_all_ranks() -> None:
+    assert lb_dynamic([5, 7], 2, [9, 9]) == lb_dynamic([5, 7], 2, 9)
+    with pytest.raises(PlanError, match="one max_tokens"):
+        lb_dynamic([5, 7], 2, [9, 8])

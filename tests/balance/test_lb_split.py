@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -135,6 +137,37 @@ def test_a_cap_outweighs_the_floor_and_what_fits_nowhere_is_refused():
         lb_split([10], 4, 300, floor=0)
 
 
+def test_a_sample_above_the_cap_that_shares_its_group_is_refused_before_the_search(monkeypatch):
+    search = importlib.import_module("odc.balance.lb_split")._Search
+    monkeypatch.setattr(search, "drafts", lambda self, best: pytest.fail("there is nothing to search for"))
+    with pytest.raises(PlanError, match="sample 2 has 900 tokens, above the cap of 400; it shares its group with 1 "):
+        lb_split([10, 30, 900, 20], 4, [400, 300, 300, 300], groups=["a", "b", "b", "c"])
+
+
+def test_the_search_ends_where_no_rank_can_hold_a_piece(monkeypatch):
+    """Of the pieces of 200 tokens one lies on the rank whose cap is 50, however many other samples are split."""
+    search, tried = importlib.import_module("odc.balance.lb_split")._Search, []
+    draft = search._draft
+    monkeypatch.setattr(search, "_draft", lambda self, pieces: tried.append(pieces) or draft(self, pieces))
+    with pytest.raises(PlanError, match="sample 0 has 400 tokens: neither whole nor in 2 pieces"):
+        lb_split([400, *range(20, 51)] * 40, 2, [300, 50], floor=1)
+    assert len(tried) < 40
+
+
+def test_samples_that_are_too_short_to_be_split_are_not_tried(monkeypatch):
+    """Each try looks at every sample that might be split: of thousands it would take minutes a minibatch."""
+    search, tried = importlib.import_module("odc.balance.lb_split")._Search, []
+    pieces = search._pieces
+    monkeypatch.setattr(
+        search, "_pieces", lambda self, groups, most: tried.append(groups) or pieces(self, groups, most)
+    )
+    lengths = [4000] + [100 + i % 200 for i in range(2000)]  # the longest takes longer than the mean rank
+    plan = lb_split(lengths, 512, 4096, quadratic(0, 1))
+    assert plan == lb_mini(lengths, 512, 4096, quadratic(0, 1)) and not tried
+    lb_split([5000, *lengths], 512, 8192, quadratic(0, 1))
+    assert tried and max(map(len, tried)) == 1, "the one that can be split, and none behind it"
+
+
 def test_contiguous_pieces_of_unequal_length_keep_the_cap():
     """Of two contiguous pieces of equal cost the first holds 342 of the 483 tokens; zig-zag pieces hold half each."""
     assert max(lb_split([483], 2, 301, quadratic(0, 1), floor=1).splits[0].tokens) <= 301
@@ -190,3 +223,8 @@ def test_zigzag_pieces_cost_the_same_under_any_model():
 
 def test_the_floor_is_where_fetching_takes_as_long_as_computing():
     assert floor_of(400e12, 200e9) == 2000
+
+
+def test_a_cost_that_falls_is_refused() -> None:
+    with pytest.raises(PlanError, match="needs a cost that does not fall"):
+        lb_split([400, 37, 64], 4, 250, lambda length: 1000.0 - length if length > 100 else float(length), floor=1)

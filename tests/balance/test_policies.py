@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,10 +119,15 @@ def test_bad_input_is_named(policy):
             policy([5, 100, 101], 2, CAP)
         with pytest.raises(PlanError, match="sample 1 has 60 tokens, more than the cap of 50"):
             policy([5, 60], 2, [50, 10])
+        with pytest.raises(PlanError, match=r"list of integers, got float64 of shape \(\)"):
+            policy(5.5, 2, CAP)
     with pytest.raises(PlanError, match="sample 1 has length 0"):
         policy([5, 0], 2, CAP)
     with pytest.raises(PlanError, match="lists 1 caps for 2 ranks"):
         policy([5], 2, [50])
+    for cap in (50.0, [50, 50.5], "50"):
+        with pytest.raises(PlanError, match="max_tokens must be an integer, or a sequence of one"):
+            policy([5], 2, cap)
     with pytest.raises(PlanError, match="rank 1 has speed 0.0"):
         policy([5], 2, CAP, speeds=[1, 0])
     with pytest.raises(PlanError, match="1 speeds for 2 ranks"):
@@ -132,6 +138,24 @@ def test_bad_input_is_named(policy):
         policy([5.5], 2, CAP)
     with pytest.raises(PlanError, match="cost of sample 1 .7 tokens. is nan"):
         policy([5, 7], 2, CAP, lambda length: float("nan") if length == 7 else 1.0)
+
+
+@each_policy
+@pytest.mark.parametrize("lengths", [[1, 2**63], [2**63, 2**63 + 1], [1, 2**64], np.array([1, 2**63], np.uint64)])
+def test_a_length_that_is_too_large_to_count_is_named(policy, lengths):
+    at = 0 if lengths[0] > 1 else 1
+    with pytest.raises(PlanError, match=f"sample {at} has {lengths[at]} tokens, more than the 9223372036854775807"):
+        policy(lengths, 2, 2**70)
+
+
+@each_policy
+def test_sums_of_lengths_do_not_wrap(policy):
+    with pytest.raises(PlanError, match="lengths add up to more than the 9223372036854775807 tokens"):
+        policy([2**62 + 1, 2**62 + 1], 2, 2**63 - 1)
+
+
+def test_a_cap_may_be_larger_than_any_count():
+    assert lb_mini([5, 7, 9], 2, [2**70, 9]).ranks == lb_mini([5, 7, 9], 2, [21, 9]).ranks
 
 
 def test_policies_by_name():

@@ -21,7 +21,7 @@ def test_every_stored_result_is_quoted_and_has_a_step(monkeypatch: pytest.Monkey
     read, read_text = set[str](), Path.read_text
 
     def noted(self: Path, *args: Any, **kwargs: Any) -> str:
-        if self.parent == stored.RESULTS and self.exists():
+        if self.parent == stored.RESULTS and self.suffix == ".json" and self.exists():
             read.add(self.stem)
         return read_text(self, *args, **kwargs)
 

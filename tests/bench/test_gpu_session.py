@@ -13,14 +13,29 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "bench" / "gpu_session.sh"
 
 
-def session(step: str, results: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "REHEARSE": "1", "RESULTS": str(results), "PYTHON": sys.executable}
+def session(step: str, results: Path, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "REHEARSE": "1", "RESULTS": str(results), "PYTHON": python}
     return subprocess.run([str(SCRIPT), step], env=environment, capture_output=True, text=True, check=False)
 
 
 def test_another_step_than_the_four_is_refused(tmp_path: Path) -> None:
     done = session("5", tmp_path)
     assert done.returncode == 2 and "there is no step 5" in done.stderr
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_model_is_trained_where_transformers_is_installed(tmp_path: Path, installed: bool) -> None:
+    """Of a Python that finds no package, or a stand-in of that name; what it would run is noted."""
+    (tmp_path / "packages" / "transformers").mkdir(parents=True)
+    python, asked = tmp_path / "python", tmp_path / "asked.txt"
+    path = tmp_path / "packages" if installed else ""
+    find = f"PYTHONPATH={path} exec {sys.executable} -S -B"
+    python.write_text(f'#!/bin/sh\n[ "$1" != -c ] || {find} "$@"\necho "$@" >> {asked}\n')
+    python.chmod(0o755)
+    done = session("4", tmp_path, str(python))
+    assert done.returncode == (0 if installed else 1), done.stdout + done.stderr
+    assert ("bench.gpu_train" in asked.read_text()) == installed
+    assert ("train: transformers is not installed" in done.stdout) != installed
 
 
 @pytest.mark.thorough

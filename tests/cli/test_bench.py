@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from support.command import odc
 
-from odc.cli import bench
+from odc.bench import suite, tables
+from odc.cli import bench, main
 
 call = partial(odc, "bench")
 
@@ -28,3 +29,24 @@ def test_measures_saves_and_compares(tmp_path: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize(("text", "size"), [("65536", 65536), ("64K", 65536), (" 1m", 1 << 20), ("2G", 2 << 30)])
 def test_sizes(text: str, size: int) -> None:
     assert bench._bytes(text) == size
+
+
+def test_figures_that_cannot_be_written_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(suite, "run", lambda *options: measured.append(options))
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "a.json"
+    assert call("--quick", "--device", "cpu", "--only", "get", "--json", str(path)) == 2
+    assert f"odc: json: cannot write {path}: " in capfd.readouterr().err
+    assert not measured
+
+
+def test_figures_are_written_before_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {"failed": [], "left_out": []}
+    monkeypatch.setattr(suite, "run", lambda *options: measured)
+    monkeypatch.setattr(tables, "show", lambda result: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["bench", "--quick", "--device", "cpu", "--only", "get", "--json", str(tmp_path / "a.json")])
+    assert json.loads((tmp_path / "a.json").read_text()) == measured

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from support.command import odc
-from support.slurm import Slurm, free_ports, need_slurm
+from support.ports import free_ports
+from support.slurm import Slurm, need_slurm
 from support.tiny_job import tiny_job
 
 from odc.cli import launched

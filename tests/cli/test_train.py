@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.command import odc
+from support.tiny_job import CONFIG
 from support.word_model import completions, model_folder, transformers_loss, write_rows
 
 from odc.arms import PLANS
@@ -56,6 +57,32 @@ def test_losses_are_those_of_transformers(
     assert f"\nwrote     {output}/steps.jsonl, {output}/checkpoints/step-00000003, {export}\n" in printed.out
     assert f"step 2: validation loss {second['valid_loss']:.4f}" in printed.err
     assert [step["lr"] for step in (first, second, third)] == pytest.approx([1e-2, 5.5e-3, 1e-3])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "balanced"),
+    [
+        ({"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}, "by FLOPs"),
+        (
+            {"model_type": "opt", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24}
+            | {"word_embed_proj_dim": 16},
+            "by FLOPs",
+        ),
+        (CONFIG | {"lru_width": 16}, "by tokens alone"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_models_whose_configs_are_unlike_llamas(
+    sizes: dict[str, Any], balanced: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A file from the hub has none of the fields that are as usual."""
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    data = write_rows(tmp_path / "train.jsonl", completions(4))
+    options = ["--model", tmp_path / "config.json", "--data", data, "--tokenizer", "bytes", "--steps", 1]
+    assert odc("train", *options, "--cache", tmp_path / "cache", "--output", tmp_path / "out") == 0
+    (step,) = steps_of(tmp_path / "out")
+    assert step["loss"] > 0
+    assert ("balanced by tokens alone" in capfd.readouterr().err) == (balanced == "by tokens alone")
 
 
 @pytest.mark.thorough
@@ -128,6 +155,18 @@ def test_the_last_lines_name_what_is_left_and_what_comes_next() -> None:
     ]
     adapter = config.with_(export="tuned", lora=4)
     assert what_is_left(given, adapter, None)[1].endswith("--model_args pretrained=m,peft=tuned --tasks arc_easy")
+
+
+def test_more_steps_need_no_export_to_merge_into(
+    options: list[object], unstarted: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: dict[str, Any] = {"model": "m", "data": "d", "output": "run", "lora": 4}
+    given = kept | {"merge": True, "export": "tuned"}
+    (line,) = [one for one in what_is_left(given, JobConfig(**given), None) if one.startswith("go on ")]
+    command = shlex.split(line)[2:]
+    assert command == shlex.split("odc train --model m --data d --output run --lora 4 --steps 20 --resume run")
+    assert odc(*command[1:]) == 0
+    assert unstarted.pop() == JobConfig(**kept, steps=20, resume="run")
 
 
 @pytest.mark.thorough

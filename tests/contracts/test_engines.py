@@ -21,6 +21,7 @@ from support.rank_worker import report
 from support.ranks import RankPool
 
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.fsdp import default_store
 from odc.net.engines import Engine, choose_engine, nixl
 from odc.net.engines.nixl import EXTRA, installed, interface_of
 
@@ -140,6 +141,19 @@ def begins_no_more_than_there_are_connections(mine: Engine, rank: int, world: in
     assert torch.equal(places[0], pattern(1 - rank)[:100])
 
 
+def reads_a_name_that_is_used_again(mine: Engine, rank: int, world: int) -> None:
+    """For other memory, of another size."""
+    for size in (1000, 3000, 2000):
+        mine.expose("again", pattern(rank, size) + size // 1000)
+        dist.barrier()
+        into = torch.zeros(size, dtype=torch.uint8)
+        mine.read(1 - rank, "again", 0, into)
+        assert torch.equal(into, pattern(1 - rank, size) + size // 1000)
+        dist.barrier()
+        mine.withdraw("again")
+        dist.barrier()
+
+
 def reads_what_is_refused(mine: Engine, rank: int, world: int) -> None:
     mine.expose("brief", pattern(9, 100))
     dist.barrier()
@@ -195,6 +209,7 @@ def serves_and_reads(rank: int, world: int, engine: str, name: str) -> None:
             reads_at_once,
             reads_two_at_a_time,
             begins_no_more_than_there_are_connections,
+            reads_a_name_that_is_used_again,
             reads_what_is_refused,
             asks_for_numbers,
         ):
@@ -225,7 +240,7 @@ def read_from_the_dying(rank: int, world: int, engine: str, name: str) -> tuple[
         if rank == 1:
             child = os.fork()
             if child == 0:
-                time.sleep(20)
+                time.sleep(600)  # it outlives the test: its end must not be what is noticed
                 os._exit(0)
             report(child)
             time.sleep(600)
@@ -244,11 +259,13 @@ def read_from_the_stopped(rank: int, world: int, engine: str, name: str) -> floa
         into = torch.zeros(nbytes, dtype=torch.uint8)
         longest = 0.0
         report(None)
-        end = time.monotonic() + 6.0  # both read all the time; one of them is stopped within
-        while time.monotonic() < end:
+        store, end = default_store(), time.monotonic() + 120.0
+        while not store.check([f"{name}/stopped"]) and time.monotonic() < end:  # both read until one has been stopped
             begin = time.monotonic()
             mine.read(1 - rank, "large", 0, into)
             longest = max(longest, time.monotonic() - begin)
+            if longest > 2.0:
+                store.set(f"{name}/stopped", "")
         assert int(into.min()) == int(into.max()) == 2 - rank
         dist.barrier()
         return longest

@@ -18,6 +18,7 @@ from support.hosts import DEVICE, Hosts, need_hosts
 from support.rank_worker import report
 
 from odc.dispatch import BalancePolicy, Nodes, Phase, Rearrangement
+from odc.dispatch.exchange import OnDemandExchange
 from odc.dispatch.exchange.rows import instances_of_host
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
@@ -25,6 +26,7 @@ from odc.errors import UnsupportedError
 from odc.fsdp import default_store
 from odc.protocol import RankGrid
 from odc.runtime import Arena, await_releases
+from odc.runtime.linking import parts_of
 from odc.settings import Settings
 
 HostPools = Callable[[int, int], Any]
@@ -84,6 +86,8 @@ def plans_by_host(rank: int, world: int, kind: str, per_host: int) -> None:
             [Phase("vision", BalancePolicy())], Phase("llm", None), exchange, nodes=Nodes(tolerance=0.1)
         )
         assert found._nodes == Nodes(per_host, tolerance=0.1)
+    divided = RankGrid(tuple(range(6)), 6, 0, parts_of(["one"] * 4 + ["other"] * 2))
+    assert instances_of_host(divided) == 2, "of the parts into which unequal hosts are divided"
     mixed = RankGrid(tuple(range(4)), 4, 0, (0, 1, 0, 1))
     with pytest.raises(UnsupportedError, match=r"hosts \(0, 1, 0, 1\); list them by host, or declare Nodes\(size\)"):
         instances_of_host(mixed)
@@ -93,6 +97,26 @@ def plans_by_host(rank: int, world: int, kind: str, per_host: int) -> None:
 def test_nodes_are_hosts(host_ranks: HostPools, ranks: Callable[[int], Any], kind: str) -> None:
     host_ranks(2, 2).run(plans_by_host, kind, 2)
     ranks(2).run(plans_by_host, kind, 2)
+
+
+def moves_under_a_long_name(rank: int, world: int) -> None:
+    """Of 290 characters and 330 bytes; a handshake has room for 64 bytes, and the name of a memory file for 249."""
+    exchange = OnDemandExchange(
+        default_store(),
+        range(world),
+        rank,
+        ["n"],
+        arena_bytes=1 << 12,
+        timeout_s=60.0,
+        name="längen " * 40 + "no. 1 of 2",
+    )
+    found = exchange.gather(1, "n", np.arange(rank + 1))
+    assert [one.tolist() for one in found] == [list(range(r + 1)) for r in range(world)]
+    exchange.close()
+
+
+def test_an_exchange_may_have_a_name_of_any_length(host_ranks: HostPools) -> None:
+    host_ranks(2, 1).run(moves_under_a_long_name)
 
 
 def leaves_what_is_unread(rank: int, world: int) -> None:

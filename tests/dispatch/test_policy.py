@@ -21,6 +21,7 @@ from odc.errors import PlanError
 
 POLICIES = {
     "1": BalancePolicy(),
+    "1, attention is free": BalancePolicy("attention"),
     "2": BalancePolicy("full"),
     "2, quadratic": BalancePolicy("full", beta=0.02),
     "4": BalancePolicy(beta=0.02),
@@ -75,7 +76,7 @@ def test_padded_batches_are_the_best_there_are(name: str, lengths: list[int], in
 
 @settings(max_examples=up_to(60))
 @given(few, st.integers(1, 3))
-@pytest.mark.parametrize("name", ["1", "4"])
+@pytest.mark.parametrize("name", ["1", "1, attention is free", "4"])
 def test_packed_batches_keep_grahams_bound(name: str, lengths: list[int], instances: int) -> None:
     policy, values = POLICIES[name], np.array(lengths, np.int64)
     owners = balance_flat(values, instances, policy)

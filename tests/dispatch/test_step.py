@@ -53,7 +53,7 @@ def assembled(plan: StepPlan, step: list[list[Example]]) -> list[list[tuple[Any,
         raw = [[part for example in examples for part in example if part[3] == name] for examples in named]
         arrived.append(encoder.outbound.apply(encoder.inbound.apply(raw)))
         for i, batch in enumerate(encoder.inbound.apply(raw)):
-            assert encoder.tokens_at(i).tolist() == [part[4] for part in batch]
+            assert encoder.tokens[encoder.inbound.arriving(i)].tolist() == [part[4] for part in batch]
             lengths = {
                 (a, e, p): step[a][e][p][1]
                 for a, es in enumerate(step)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
 from support.hosts import Hosts, PerHost, need_hosts, places_of
 
 from odc.cli import main
-from odc.doctor.reach import Host, look, parted
-from odc.errors import ConfigError
+from odc.doctor.reach import Host, _echo, _ways, look, parted
+from odc.errors import ConfigError, PeerLostError
 from odc.settings import Settings
+from odc.worker import in_background
 
 COMMAND = (sys.executable, "-m", "odc.cli", "doctor", "--reach")
 
@@ -77,6 +81,25 @@ def test_a_path_that_loses_large_packets_is_no_path(three: Hosts) -> None:
     lost = [line.split("│") for line in text.splitlines() if "single bytes come back, 256 KiB do not" in line]
     assert {2} <= {int(end) for way in lost for end in way[1:3]} and len(lost) == 4, text
     assert text.count("│ ok") == 2
+
+
+def test_ways_are_tried_at_once_as_one_that_is_dropped_takes_long() -> None:
+    hosts = [Host(n, n, f"host{n}", "10.0.0.1", "eth0", 1500, ("", "", "")) for n in range(8)]
+    tried = threading.Barrier(7)
+
+    def dial(rank: int, purpose: str) -> socket.socket:
+        if rank == 3:
+            ours, theirs = socket.socketpair()
+            in_background("odc-echo", lambda: _echo(theirs))
+            tried.wait(120.0)
+            return ours
+        tried.wait(120.0)  # raises, which no way does, if the others are tried only afterwards
+        raise PeerLostError(f"rank 0, connecting to rank {rank}: timed out", culprit=rank)
+
+    ways = _ways(SimpleNamespace(dial=dial), hosts[0], hosts[1:])  # type: ignore[arg-type]
+    assert [(way.source, way.target) for way in ways] == [(0, n) for n in range(1, 8)]
+    assert [way.target for way in ways if not way.wrong] == [3] and ways[2].rate > 0
+    assert "connecting to rank 7: timed out" in ways[-1].wrong
 
 
 def test_without_a_launcher_or_on_one_host_it_says_how_to_start_it(

@@ -16,6 +16,7 @@ from odc.movers import driver
 INVALID, NO_CONTEXT, NONE = 1, 201, 2**64 - 1
 COUNT, ELEMENTS, NBYTES = 3, 4, 16
 IN_STREAM_ORDER, DURING_THE_CALL = 1, 2
+SLEEP = 3_000_000_000  # cycles: 3 s
 
 
 class Batch:
@@ -128,7 +129,7 @@ def test_a_batch_that_breaks_a_rule_is_refused_whole(abi: int, rule) -> None:
 def test_a_batch_that_keeps_them_is_copied_in_its_streams_turn(abi: int) -> None:
     batch = Batch(abi)
     with torch.cuda.stream(batch.stream):
-        torch.cuda._sleep(100_000_000)
+        torch.cuda._sleep(SLEEP)
         for source in batch.sources:
             source.add_(10.0)
     assert batch.ask() == (0, NONE) and not batch.stream.query()
@@ -140,7 +141,7 @@ def test_each_copy_has_the_attributes_from_the_index_before_it() -> None:
     batch = Batch(13)
     batch.first, batch.orders = [0, 2], [DURING_THE_CALL, IN_STREAM_ORDER]
     with torch.cuda.stream(batch.stream):
-        torch.cuda._sleep(100_000_000)
+        torch.cuda._sleep(SLEEP)
         for source in batch.sources:
             source.add_(10.0)
     assert batch.ask() == (0, NONE) and batch.copied() == [1.0, 2.0, 13.0]

@@ -12,7 +12,7 @@ import triton.language as tl
 from odc.kernels import GatherPlan, fixed_rows, pointer_table, publish
 from odc.kernels.launch import PreparedLaunch
 
-SLEEP = 200_000_000  # cycles: 0.2 s
+SLEEP = 3_000_000_000  # cycles: 3 s
 N = 1000
 
 

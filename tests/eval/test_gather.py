@@ -3,7 +3,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
@@ -139,5 +141,50 @@ def test_ragged_metrics():
 
 def test_a_score_twice_is_named():
     first, _ = run_together(2, lambda peers: gather_metrics({"acc": [(3, 1.0)]}, peers))
-    with pytest.raises(ResultsError, match=r"scores of ranks 4, 7 do not fit: 1 doubled: \(0, 3\) from ranks 4 and 7"):
+    with pytest.raises(ResultsError, match="scores of ranks 4, 7 do not fit: 1 doubled: 3 of 'acc' from ranks 4 and 7"):
         raise first
+
+
+def test_how_many_are_expected_may_be_a_number_of_numpy() -> None:
+    assert run_together(1, lambda peers: gather_results("ab", [0, 1], peers, expected=np.int64(2))) == [["a", "b"]]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("dealt", "expected", "message"),
+    [
+        ([[NAN, 1.0], [2.0]], None, "rank 4: an index of the results is nan, which does not equal itself"),
+        ([[("a", NAN)], []], None, r"rank 4: an index of the results is \('a', nan\), which"),
+        ([[0, "a"], []], None, "rank 4: an index of the results does not compare with another: '<' not supported"),
+        ([[0], ["a"]], None, "indices of the results do not compare over ranks, or with the expected: '<'"),
+        ([["a"], ["b"]], 2, "indices of the results do not compare over ranks, or with the expected: '<'"),
+    ],
+)
+def test_indices_without_an_order_are_refused(dealt: list[list[Any]], expected: Any, message: str) -> None:
+    def gather(peers: Peers) -> Any:
+        mine = dealt[peers.me]
+        return gather_results(mine, mine, peers, expected=expected)
+
+    first, _ = run_together(2, gather)
+    with pytest.raises(ResultsError, match=message):
+        raise first
+
+
+def test_what_takes_rows_may_raise_a_type_error() -> None:
+    def refuse(row: Any) -> None:
+        raise TypeError("not mine")
+
+    (error,) = run_together(1, lambda peers: gather_results("a", [0], peers, into=refuse))
+    assert type(error) is TypeError
+
+
+def test_the_first_ranks_rows_are_as_strict_as_the_others() -> None:
+    """Or one rank alone would pass where two do not."""
+    (error,) = run_together(1, lambda peers: gather_results([object()], [0], peers))
+    with pytest.raises(ResultsError, match="rank 4: one of the results holds a value of type builtins.object"):
+        raise error
+    weight = torch.ones(2, requires_grad=True)
+    ((row,),) = run_together(1, lambda peers: gather_results([2 * weight], [0], peers))
+    assert row.grad_fn is None

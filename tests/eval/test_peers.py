@@ -10,7 +10,7 @@ from support.silent import SilentStore
 from support.together import RANKS, run_together
 
 from odc.errors import PeerLostError, WaitTimeoutError
-from odc.eval import Peers
+from odc.eval import Peers, plain
 from odc.net import mailbox
 
 
@@ -31,6 +31,18 @@ def test_exchange_and_messages_of_any_size():
     assert first == greetings
     assert second == (greetings, [], set())
     assert third == (greetings, sizes, {ord("x")})
+
+
+def test_what_goes_back_to_all_is_encoded_once(monkeypatch):
+    encoded, real = [], plain.dumps
+
+    def noted(values: Any, what: str) -> bytes:
+        encoded.append(len(values))
+        return real(values, what)
+
+    monkeypatch.setattr(plain, "dumps", noted)
+    run_together(3, lambda peers: peers.exchange(peers.rank, "numbers"))
+    assert sorted(encoded) == [1, 1, 1, 3], "each its own, and the first the reply"
 
 
 class Watched:
@@ -175,14 +187,31 @@ def test_a_rank_that_stands_still_is_named_by_all():
                 gone.set()
 
     def patient(peers: Peers) -> Any:
-        peers.timeout_s = [0.5, 0.8, 1.0][peers.me]
+        peers.timeout_s = [3.0, 5.0, 6.0][peers.me]
         return work(peers)
 
     first, second, _ = run_together(3, patient)
     assert isinstance(first, WaitTimeoutError) and first.culprit == 9
-    assert str(first).startswith("rank 4, waiting for the corner: rank 9 has made no progress for 0.5 s; raise")
+    assert str(first).startswith("rank 4, waiting for the corner: rank 9 has made no progress for 3 s; raise")
     assert isinstance(second, WaitTimeoutError) and second.culprit == 9
-    assert "rank 4 has made no progress for 0.8 s; it waits for rank 9 itself" in str(second)
+    assert "rank 4 has made no progress for 5 s; it waits for rank 9 itself" in str(second)
+
+
+@pytest.mark.parametrize("other", ["receives", "leaves"])
+def test_two_that_wait_for_each_other_end_by_the_deadline(other: str):
+    """Rank 4 waits for a message of 7, which waits for one of 4, or for 4 to leave."""
+
+    def work(peers: Peers) -> Any:
+        if peers.me == 0 or other == "receives":
+            return peers.receive(1 - peers.me, "a letter")
+        return peers.leave("the end")
+
+    errors = run_together(2, work, timeout_s=1.0)
+    late = [error for error in errors if isinstance(error, WaitTimeoutError)]
+    assert late, errors
+    for error in late:
+        assert error.culprit == RANKS[1 - errors.index(error)]
+        assert "has made no progress for 1 s; raise timeout_s" in str(error)
 
 
 def test_a_rank_that_was_waited_for_before_is_not_blamed():
@@ -190,7 +219,7 @@ def test_a_rank_that_was_waited_for_before_is_not_blamed():
     done = threading.Event()
 
     def work(peers: Peers) -> Any:
-        peers.timeout_s = 2.0
+        peers.timeout_s = 8.0
         if peers.me == 2:
             while not peers._store.check(["waits/0"]):  # until rank 4 has waited long enough to report it
                 time.sleep(0.01)
@@ -209,7 +238,7 @@ def test_a_rank_that_was_waited_for_before_is_not_blamed():
 
     _, error, _ = run_together(3, work)
     assert isinstance(error, WaitTimeoutError) and error.culprit == 4
-    assert "rank 4 has made no progress for 2 s; raise timeout_s" in str(error)
+    assert "rank 4 has made no progress for 8 s; raise timeout_s" in str(error)
 
 
 def test_progress_starts_the_deadline_anew_also_for_those_behind():

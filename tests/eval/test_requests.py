@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,6 +134,13 @@ def test_ranks_must_agree(requests: list[list[str]], options: dict[str, Any], me
     assert isinstance(errors[1], PlanError | PeerLostError)
 
 
+def test_owners_are_numbers_of_any_kind():
+    """As `odc.balance` returns them on one rank, and as a list on the other."""
+    kinds: list[Any] = [np.array([1, 0, 1]), [1, 0, 1]]
+    answers = run_together(2, lambda peers: run_requests([3, 4, 5], lambda some: some, peers, owners=kinds[peers.me]))
+    assert answers == [[3, 4, 5], None]
+
+
 def test_one_answer_to_each_request():
     def work(peers: Peers) -> Any:
         return run_requests([1, 2, 3, 4], lambda some: some[: 2 - peers.me], peers)
@@ -140,3 +148,10 @@ def test_one_answer_to_each_request():
     first, second = run_together(2, work)
     assert isinstance(second, ResultsError) and "2 requests were run, but there are 1 responses" in str(second)
     assert isinstance(first, PeerLostError) and "rank 7 failed in the evaluation: ResultsError" in str(first)
+
+
+def test_answers_may_come_one_by_one():
+    def work(peers: Peers) -> Any:
+        return run_requests([1, 2, 3], lambda some: (one + 1 for one in some), peers)
+
+    assert run_together(2, work) == [[2, 3, 4], None]

@@ -101,6 +101,36 @@ def test_a_group_of_some_ranks(ranks):
     assert (first, other) == ([1, 2], None)
 
 
+def _in_a_wrapper(rank: int, world: int) -> float:
+    """A plain module holds the sharded one; rank 1 has no request, and never runs it."""
+    case, settings = Case(counts=((1, 1),)), Settings(timeout_s=60.0)
+    model: Any = build(fully_shard, case, init_device_mesh("cpu", (world,)), settings=settings)
+    ids, total = torch.arange(8)[None], 0.0
+    with session(modules=[nn.Sequential(model)], timeout_s=60.0), torch.no_grad():
+        if rank == 0:
+            total = float(model(ids).sum())
+    return total
+
+
+def test_a_sharded_model_inside_a_module_is_served_by_a_rank_without_requests(ranks):
+    first, other = ranks(2).run(_in_a_wrapper)
+    assert first and not other
+
+
+def _held_forwards(rank: int, world: int) -> int:
+    model: Any = build(fully_shard, Case(counts=((1, 1),)), init_device_mesh("cpu", (world,)))
+    ticks: list[int] = []
+    with session(modules=[nn.Sequential(model)], timeout_s=60.0) as peers, torch.no_grad():
+        peers.tick = lambda: ticks.append(1)  # type: ignore[method-assign]
+        model(torch.arange(8)[None])
+        del peers.tick
+    return len(ticks)
+
+
+def test_a_forward_of_a_held_model_is_progress(ranks):
+    assert ranks(2).run(_held_forwards) == [1, 1]
+
+
 def _one_fails(rank: int, world: int) -> Any:
     """Rank 1 raises; rank 0 waits for all at the end, rank 2 computes and never waits."""
     layer = nn.Linear(1, 1)
@@ -141,6 +171,7 @@ def test_a_collective_broken_off_is_blamed_on_the_rank_that_failed_first():
 
 
 def _one_dies(rank: int, world: int, finished: bool) -> None:
+    dist.all_reduce(torch.ones(1))  # by then no rank is on its way into the group any more
     with session(timeout_s=1000.0) as peers:
         if finished:
             peers.exchange(rank, "ranks")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from odc.errors import ConfigError
+from odc.experiments import checkpoint
 from odc.experiments.checkpoint import CheckpointError, find_checkpoint, load, read_job, save
 from odc.experiments.launch import launch
 
@@ -77,12 +79,73 @@ def _save_onto_a_file(folder: str) -> None:
     dist.destroy_process_group()
 
 
+def _load_what_is_damaged(folder: str) -> None:
+    dist.init_process_group("gloo")
+    model, optimizer = _sharded(seed=1)
+    saved = save(Path(folder), 1, model, optimizer, {})
+    if dist.get_rank() == 0:
+        for part in saved.glob("*.distcp"):
+            part.write_bytes(b"")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"^cannot load the checkpoint .*step-00000001: rank \d: \w+: ") as error:
+        load(saved, model, optimizer)
+    assert "Traceback" not in str(error.value)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_damaged_checkpoint_is_named_with_one_reason(tmp_path: Path) -> None:
+    launch(_load_what_is_damaged, str(tmp_path), ranks=2)
+
+
 def test_a_loaded_job_continues_bit_for_bit(tmp_path: Path) -> None:
     launch(_save_and_load, str(tmp_path), ranks=2)
     checkpoints = tmp_path / "checkpoints"
     assert sorted(os.listdir(checkpoints)) == ["latest", "step-00000002", "step-00000004"]
     assert find_checkpoint(tmp_path) == checkpoints / "step-00000002"
     assert find_checkpoint(checkpoints / "step-00000004") == checkpoints / "step-00000004"
+
+
+def saved_again(output: Path, *patched: Any) -> tuple[Path, Path, Path]:
+    """The folders of a job that saves step 2 twice, and ends in the second time, by what is patched."""
+    folder = output / checkpoint.FOLDER
+    partial, final = folder / "step-00000002.partial", folder / "step-00000002"
+    checkpoint._clear(folder, partial)
+    checkpoint._complete(partial, final, {"step": 2, "position": 1})
+    checkpoint._clear(folder, partial)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*patched)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint._complete(partial, final, {"step": 2, "position": 2})
+    return folder, partial, final
+
+
+def test_a_step_is_saved_again_by_a_job_that_ends_meanwhile(tmp_path: Path) -> None:
+    """In removing the checkpoint before, which takes longest."""
+
+    def end(path: Path) -> None:
+        (path / checkpoint.JOB_FILE).unlink()
+        raise KeyboardInterrupt
+
+    folder, partial, final = saved_again(tmp_path, checkpoint.shutil, "rmtree", end)
+    assert read_job(find_checkpoint(tmp_path)) == {"step": 2, "position": 2}
+    checkpoint._clear(folder, partial)
+    assert sorted(os.listdir(folder)) == ["latest", final.name, partial.name]
+
+
+def test_a_job_that_ends_between_two_renames_keeps_what_it_saved(tmp_path: Path) -> None:
+    rename = os.rename
+
+    def end(source: Path, target: Path) -> None:
+        if target.name == "step-00000002":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    folder, partial, final = saved_again(tmp_path, checkpoint.os, "rename", end)
+    assert read_job(find_checkpoint(tmp_path)) == {"step": 2, "position": 1}
+    checkpoint._clear(folder, partial)
+    assert find_checkpoint(tmp_path) == final
+    assert sorted(os.listdir(folder)) == ["latest", final.name, partial.name]
 
 
 def test_every_rank_raises_when_the_disk_refuses(tmp_path: Path) -> None:

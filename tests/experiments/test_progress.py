@@ -39,6 +39,21 @@ def test_a_terminal_gets_one_live_line() -> None:
     assert "2/2" in shown and "loss 2.5000" in shown and "bubble" not in shown
 
 
+def test_a_rank_that_becomes_the_first_goes_on_with_the_lines() -> None:
+    pytest.importorskip("rich", reason="needs the cli extra")
+    for stream in (io.StringIO(), Terminal()):
+        progress = Progress(2, "job", shown=False, stream=stream)
+        progress.phase("reading")
+        assert stream.getvalue() == ""
+        progress.show(True)
+        progress.step(2, 2.5, 1000.0, None)
+        progress.show(False)
+        shown = stream.getvalue()
+        assert "2/2" in shown and "loss 2.5000" in shown
+        progress.phase("ending")
+        assert stream.getvalue() == shown
+
+
 def test_other_ranks_say_nothing() -> None:
     stream = io.StringIO()
     progress = Progress(1, shown=False, stream=stream)

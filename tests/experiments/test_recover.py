@@ -17,7 +17,6 @@ from odc.experiments import checkpoint, launch
 from odc.experiments.config import JobConfig
 from odc.experiments.job import RankJob, run, run_rank
 from odc.experiments.text.step import TextWorkload
-from odc.ranks.processes import RankProcesses
 from odc.trace import RECOVERY, WINDOW, breakdown, load_spans, rank_file
 
 
@@ -25,24 +24,21 @@ def losses(results: list[Any]) -> list[list[float]]:
     return [[step.loss for step in result.steps] for result in results]
 
 
+def steps_in(output: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_job_that_loses_a_rank_has_the_same_steps(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_loses_a_rank_has_the_same_steps(rank: int, tmp_path: Path) -> None:
     config = tiny_job(tmp_path, steps=6, reproducible=True)
     undisturbed = run(TextWorkload(config))
-    config = config.with_(spans=str(tmp_path / "spans"))
-    log, killed = tmp_path / "out" / "steps.jsonl", []
-
-    class Killing(RankProcesses):
-        def receive(self, timeout: float) -> None:
-            super().receive(min(timeout, 0.01))
-            if not killed and log.exists() and log.read_text().count("\n") >= 2:
-                killed.append(self.kill(rank))
-
-    monkeypatch.setattr(launch, "RankProcesses", Killing)
-    found = run(TextWorkload(config.with_(recover=1, output=str(tmp_path / "out"))))
-    assert killed
-    assert losses(found) == losses(undisturbed)
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    config = config.with_(spans=str(tmp_path / "spans"), recover=1, output=str(tmp_path / "out"))
+    (tmp_path / "deaths").mkdir()
+    deaths = (Death(rank, 2, "done"),)
+    found = launch.launch(train, str(tmp_path / "deaths"), deaths, config, ranks=2, restarts=1)
+    assert len(list((tmp_path / "deaths").iterdir())) == 1
+    assert found == losses(undisturbed)
+    assert steps_in(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
     traces = {one: load_spans(rank_file(tmp_path / "spans", one)) for one in range(2)}
     assert [step.epoch for step in breakdown(traces).steps] == [1, 2, 3, 4, 5, 6], "of the killed process, too"
     for spans in traces.values():
@@ -80,6 +76,7 @@ def test_a_job_that_was_resumed_loses_ranks(tmp_path: Path) -> None:
     found = launch.launch(train, str(tmp_path / "deaths"), deaths, again, ranks=2, restarts=2)
     assert len(list((tmp_path / "deaths").iterdir())) == 2
     assert [one[-4:] for one in found] == [one[-4:] for one in expected]
+    assert steps_in(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_rank_is_lost_while_a_checkpoint_is_saved(tmp_path: Path) -> None:
@@ -99,26 +96,21 @@ def test_arms_that_cannot_recover_are_refused(tmp_path: Path) -> None:
         tiny_job(tmp_path, recover=1, arm="odc-split")
 
 
-def test_a_job_goes_on_without_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_goes_on_without_a_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Each step has the same samples, whichever ranks train them, so the losses are the same but for rounding."""
     config = tiny_job(tmp_path, steps=6, ranks=3, reproducible=True)
     undisturbed = run(TextWorkload(config))
-    log, killed = tmp_path / "out" / "steps.jsonl", []
-
-    class Killing(RankProcesses):
-        def receive(self, timeout: float) -> None:
-            super().receive(min(timeout, 0.01))
-            if len(killed) < 2 and log.exists() and log.read_text().count("\n") >= 2 + 2 * len(killed):
-                killed.append(self.kill(0))
-
-    monkeypatch.setattr(launch, "RankProcesses", Killing)
-    fewer = config.with_(recover=1, fewest=2, rejoin_s=8.0, output=str(tmp_path / "out"))
-    found = run(TextWorkload(fewer))
-    assert len(killed) == 2, "the first is replaced, the second is not"
-    assert sorted(result.rank for result in found) == [0, 1]
-    for mine, theirs in zip(losses(found)[0], losses(undisturbed)[0], strict=True):
+    fewer = config.with_(recover=1, fewest=2, rejoin_s=15.0, output=str(tmp_path / "out"))
+    (tmp_path / "deaths").mkdir()
+    deaths = (Death(0, 2, "done"), Death(0, 4, "done"))
+    capfd.readouterr()
+    found = launch.launch(train, str(tmp_path / "deaths"), deaths, fewer, ranks=3, restarts=1, fewest=2)
+    assert len(list((tmp_path / "deaths").iterdir())) == 2
+    assert len(found) == 2, "the first is replaced, the second is not"
+    assert "step 6/6 " in capfd.readouterr().err, "of another rank 0 than the one that began"
+    for mine, theirs in zip(found[0], losses(undisturbed)[0], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
-    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert steps_in(tmp_path / "out") == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

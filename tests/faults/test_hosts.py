@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.failing import assert_all_noticed, backward, end, job, until_watched
+import torch.distributed as dist
+from support.failing import STEPS, assert_all_noticed, backward, end, job, until_watched
 from support.faults import Fault, train
 from support.host_ranks import HostRanks, spawn_on_hosts
 from support.hosts import Hosts, need_hosts
@@ -18,6 +19,7 @@ from support.models import next_token_loss, tokens
 from support.rank_worker import report
 
 from odc import Settings
+from odc.fsdp import hooks
 
 WORLD = 4
 
@@ -113,10 +115,11 @@ def test_a_job_trains_on_after_a_cut_that_is_shorter_than_lost_after_s(tmp_path:
 
 @pytest.mark.thorough
 def test_a_host_that_is_stopped_for_a_while_is_waited_for(two: Hosts) -> None:
-    with spawn_on_hosts(two, 2, train, Fault("host", "stop", "any", "", hosts=2, world=4), 60) as job:
+    with spawn_on_hosts(two, 2, train, Fault("host", "stop", "any", "", hosts=2, world=4), 300) as job:
         trained(job)
         for rank in (2, 3):
             job.signal(rank, signal.SIGSTOP)
+        assert not any(outcome.answered for outcome in job.outcomes)
         time.sleep(5.0)
         assert not any(outcome.failed for outcome in job.outcomes)
         for rank in (2, 3):
@@ -128,7 +131,7 @@ def test_a_host_that_is_stopped_for_a_while_is_waited_for(two: Hosts) -> None:
 @pytest.mark.parametrize("culprit", [1, 3])
 def test_a_death_is_noticed_where_hosts_have_unequally_many_ranks(two: Hosts, culprit: int) -> None:
     """Ranks 0 to 2 share a host, which is in three parts. Before they are linked, parts do not watch each other."""
-    with spawn_on_hosts(two, (3, 1), train, Fault("rank", "kill", "any", "", culprit, world=4), 60) as job:
+    with spawn_on_hosts(two, (3, 1), train, Fault("rank", "kill", "any", "", culprit, world=4), STEPS) as job:
         trained(job)
         died = job.kill(culprit)
         assert_all_noticed(end(job, []), culprit, died)
@@ -155,6 +158,36 @@ def test_a_killed_rank_ends_a_queue_on_every_host(two: Hosts, culprit: int) -> N
         died = job.kill(culprit)
         outcomes = end(job, [])
     assert_all_noticed(outcomes, culprit, died)
+
+
+def waits_in_a_collective(rank: int, world: int) -> tuple[str, int]:
+    """Train a step, then call torch's barrier of another group than the default one; what peers get of its error."""
+    model, _ = job(rank, world, settings=Settings(timeout_s=600.0, lost_after_s=4.0))
+    with model.minibatch():
+        backward(model, rank, 0)
+    until_watched(world)
+    group = dist.new_group(backend="gloo")
+    report("trains")
+    try:
+        while True:
+            dist.barrier(group)
+    except RuntimeError as error:
+        return hooks._described(error)
+
+
+@pytest.mark.thorough
+def test_a_host_that_is_cut_off_ends_a_collective_of_torch() -> None:
+    """As one that has lost its power: no packet ends gloo's wait, which would take half an hour."""
+    need_hosts()
+    with Hosts(3) as hosts, spawn_on_hosts(hosts, 2, waits_in_a_collective) as job:
+        trained(job)
+        hosts.drop(2)
+        outcomes = end(job, [])
+    for outcome in outcomes[:4]:
+        assert outcome.value is not None, outcome.describe()
+        reason, culprit = outcome.value
+        assert reason.startswith(("RuntimeError", "DistBackendError")) and culprit in (4, 5), reason
+        assert "cannot be reached any more" in reason
 
 
 # before any root is linked -----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.ports import free_ports
 
 WORLD = 3
 PATIENCE_S = 400.0
@@ -75,8 +75,7 @@ class Started:
     def __init__(self, folder: Path, start: str, fault: str, open_: contextlib.ExitStack) -> None:
         self.folder = folder
         (folder / "program.py").write_text(PROGRAM)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        (port,) = free_ports(1)
         program = [str(folder / "program.py"), str(folder), start, fault, str(WORLD)]
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
         torchrun = ["-m", "torch.distributed.run", "--master-port", str(port), "--nproc-per-node", str(WORLD)]

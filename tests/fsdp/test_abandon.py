@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from support import programs
 from support.extent import examples
 from support.failing import end
-from support.models import Case, adamw, build, own_gradients, own_parameters
+from support.models import Case, adamw, build, own_gradients, own_parameters, tokens
 from support.on_ranks import on_ranks
 from support.ranks import Pools, RankPool, spawn_ranks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import odc
 from odc import AbandonedMinibatchError, Settings, fully_shard
@@ -247,6 +248,26 @@ def test_reset_iter_state_costs_the_minibatch_only_if_gradients_were_pushed(rank
             assert rank == 0 and layer == 0
         there.append(has_gradients(model))
     assert there == [True, False]
+
+
+@on_ranks(2)
+def test_a_forward_method_gives_up_the_minibatch_of_a_failed_backward(rank: int, world: int) -> None:
+    """As the root's own forward does."""
+    model, _ = programs.new(fully_shard, settings=EXACT)
+    model.predicted = model.forward
+    register_fsdp_forward_method(model, "predicted")
+
+    def gradients() -> dict[str, Any]:
+        model.zero_grad()
+        model.predicted(tokens(rank, 0, 0)).square().mean().backward()
+        return own_gradients(model)
+
+    first = gradients()
+    fails = pytest.raises(Boom if rank == 1 else AbandonedMinibatchError)
+    with broken(model, Fault("backward", 0) if rank == 1 else None), fails:
+        gradients()
+    last = gradients()
+    assert all(torch.equal(first[name], last[name]) for name in first)
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from support.models import Case, build, own_gradients, own_parameters, tokens, t
 from support.on_ranks import on_ranks
 from support.programs import PLAIN, Make, Programs, Result, backward, new
 from support.ranks import Pools
+from support.waiting import until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -23,6 +24,8 @@ import odc
 from odc import OdcError, Settings, fully_shard
 from odc.errors import StaleParametersError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp import OdcModule
+from odc.fsdp._torch_compat import groups_of_state
+from odc.runtime import daemon
 
 PROGRAMS = Programs()
 
@@ -291,14 +294,33 @@ def test_a_deleted_model_gives_its_heap_back(rank: int, world: int) -> None:
 @on_ranks(2)
 def test_a_model_cannot_run_after_shutdown_and_another_can(rank: int, world: int) -> None:
     model, _ = new(fully_shard)
+    bare: Any = torch.nn.Sequential(torch.nn.Linear(4, 4))  # whose root has no parameters of its own
+    for part in (bare[0], bare):
+        fully_shard(part, mesh=init_device_mesh("cpu", (world,)))
     backward(model, rank, 0)
+    bare(torch.ones(2, 4)).sum().backward()
     torch.distributed.barrier()
     odc.shutdown()
     odc.shutdown()  # twice is once
     with pytest.raises(OdcError, match="shutdown"):
         backward(model, rank, 1)
+    with pytest.raises(OdcError, match="shutdown"):
+        bare(torch.ones(2, 4))
     again, _ = new(fully_shard)
     backward(again, rank, 0)
+    until(lambda: "collectives" in daemon(rank).liveness._followers)
+
+
+@on_ranks(2)
+def test_evaluation_keeps_nothing_of_its_forwards(rank: int, world: int) -> None:
+    """FSDP2 forgets their order only at the end of a last backward, which an evaluation has not."""
+    model, _ = new(fully_shard)
+    with torch.no_grad():
+        for number in range(2):
+            model(tokens(rank, number, 0))
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    assert not states[0]._comm_ctx.post_forward_order
+    assert not any(group._post_forward_indices for state in states for group in groups_of_state(state))
 
 
 # the surface -----------------------------------------------------------------------------------------------------
@@ -306,7 +328,7 @@ def test_a_model_cannot_run_after_shutdown_and_another_can(rank: int, world: int
 KEPT = {  # torch's own, which mean under odc what they mean there
     "reshard", "set_gradient_divide_factor", "set_modules_to_backward_prefetch",
     "set_modules_to_forward_prefetch", "set_post_optim_event", "set_reduce_scatter_divide_factor",
-    "set_reshard_after_backward", "set_unshard_in_backward",
+    "set_reshard_after_backward", "set_reshard_after_forward", "set_unshard_in_backward",
 }  # fmt: skip
 
 

@@ -186,7 +186,7 @@ class Unit:
 
 def passes(fetcher: Fetcher, units: list[Unit], phase: str = "forward") -> list[str]:
     """Use the units one after the other; returns what was fetched ahead at each."""
-    fetcher.restart(phase)
+    fetcher.restart()
     found = []
     for unit in units:
         Unit.log = ""

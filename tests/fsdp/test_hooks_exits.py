@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import odc
 from odc import Settings, fully_shard
-from odc.fsdp import default_store
+from odc.errors import PeerLostError
+from odc.fsdp import default_store, hooks, root_of
+from odc.net.liveness import Loss
 from odc.runtime import Rendezvous
 
 Ended = Callable[..., list[RankOutcome]]
@@ -102,13 +105,14 @@ def test_a_clean_end_does_not_wait_for_a_rank_that_died(ended: Ended) -> None:
 def leave_a_stuck_rank(rank: int, world: int) -> None:
     if rank == 1:
         attach_only_after(lambda: await_key("given up"))
-    model, _ = job(rank, world, settings=Settings(timeout_s=1.0))
+    model, _ = job(rank, world, settings=Settings(timeout_s=60.0))
     try:
         evaluate(model, rank)
     except odc.OdcError:
         if rank == 0:
             raise
     if rank == 0:
+        root_of(model).member.rendezvous.timeout_s = 1.0  # of the release alone
         try:
             odc.shutdown()
         except odc.OdcError as error:
@@ -275,3 +279,32 @@ def test_ranks_with_unlike_numbers_of_units_fail_at_once(ended: Ended) -> None:
     for outcome, mine, theirs in ((outcomes[0], 3, 4), (outcomes[1], 4, 3)):
         assert outcome.error == "LayoutMismatchError", outcome.describe()
         assert f"rank {outcome.rank} has {mine} units, rank {1 - outcome.rank} has {theirs}" in outcome.message
+
+
+def test_torchs_collectives_end_for_a_lost_rank_whom_their_errors_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, ended, later = list[object](), threading.Event(), list[Callable[[], None]]()
+    liveness: Any = SimpleNamespace(rank=0, later=lambda task, after_s: later.append(task))
+
+    def close(group: object) -> None:
+        closed.append(group)
+        ended.set()
+
+    monkeypatch.setattr(hooks, "_lost", None)
+    monkeypatch.setattr(hooks._torch_groups, "gloo_groups", lambda rank: [f"group with {rank}"])
+    monkeypatch.setattr(hooks._torch_groups, "close_connections", close)
+    text = "Application timeout caused pair closure"  # gloo's
+    error, own, unlike = RuntimeError(text), torch.OutOfMemoryError("Tried"), PeerLostError("rank 1 died", culprit=1)
+    hooks._end_collectives(liveness, Loss(0, 0, "an error of this rank itself"))
+    hooks._end_collectives(liveness, Loss(3, 3, "a link ended", certain=False))
+    later.pop()()  # no root has ended for it
+    assert hooks._described(error) == (f"RuntimeError: {text}", hooks._rank) and not closed
+    hooks._end_collectives(liveness, Loss(3, 2, "rank 2 died"))
+    later.pop()()
+    assert ended.wait(60.0)
+    assert closed == ["group with 3"]
+    assert hooks._described(error) == (f"RuntimeError: {text} (rank 3 was lost before: rank 2 died)", 2)
+    assert hooks._described(own) == ("OutOfMemoryError: Tried", hooks._rank)
+    assert hooks._described(unlike) == ("PeerLostError: rank 1 died", 1)
+    for one in (error, unlike):
+        hooks.advise(one)
+    assert error.__notes__ == ["Rank 3 was lost before: rank 2 died"] and not hasattr(unlike, "__notes__")

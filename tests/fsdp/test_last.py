@@ -31,6 +31,14 @@ def test_a_unit_that_pushes_twice_ends_with_the_second_push() -> None:
     assert last._trusted
 
 
+def test_a_loop_without_a_forward_of_the_root_has_last_pushes_in_every_minibatch() -> None:
+    """It runs units below the root only."""
+    last = LastPushes(2)
+    for _ in range(3):
+        last.begin()
+        assert [last.pushed(unit, True) for unit in (1, 0)] == [True, True]
+
+
 def test_marks_that_proved_wrong_are_ignored() -> None:
     last = LastPushes(2)
     last.begin()

@@ -165,10 +165,10 @@ def test_the_last_group_ends_the_minibatch_after_the_backward(
     assert states(two)[0] is RootState.OPEN and not queued, "torch finalizes the root before the others' left-overs"
     rank.machine.finalized(second)  # type: ignore[arg-type]
     assert states(two)[0] is RootState.FINISHING
-    assert len(queued) == 1, "no rank is waited for inside the backward"
+    rank.machine.finalized(second)  # type: ignore[arg-type]
+    assert len(queued) == 1, "no rank is waited for inside the backward, and torch 2.11 names a unit twice"
     for group in rank.groups:
         assert group.calls == ["finalize", "drop", "reshard"]
-    assert rank.iteration.forgotten == 1
 
 
 def test_a_part_of_a_unit_ends_no_minibatch_outside_of_a_backward(

@@ -244,7 +244,7 @@ def test_equals_torch_to_the_bit(ranks: Pools, program: Compared) -> None:
 @on_ranks(2)
 def test_epochs_that_part_are_refused(rank: int, world: int) -> None:
     """Rank 0 evaluates and publishes, rank 1 trains: their epochs part, and each learns of it."""
-    model, _ = new(fully_shard, settings=Settings(timeout_s=10.0))
+    model, _ = new(fully_shard, settings=Settings(timeout_s=60.0))
     x = tokens(rank, 0, 0)
     if rank == 0:
         with torch.no_grad():
@@ -263,7 +263,7 @@ def test_epochs_that_part_are_refused(rank: int, world: int) -> None:
 @on_hosts(2, 1)
 def test_epochs_that_part_are_refused_over_hosts(rank: int, world: int, changes: Any) -> None:
     """Rank 0 learns of it sooner, in `publish()`: it waits there until the other host has read its sums."""
-    model, _ = new(fully_shard, settings=Settings(timeout_s=10.0, changes=changes))
+    model, _ = new(fully_shard, settings=Settings(timeout_s=60.0, changes=changes))
 
     def part() -> None:
         if rank == 0:

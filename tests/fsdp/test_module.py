@@ -95,9 +95,24 @@ def test_the_class_keeps_its_name_place_and_bases() -> None:
     cls = type(block)
     add_methods(block)
     assert type(block) is cls, "twice is once"
-    assert type(block).__name__ == "OdcBlock"
+    assert type(block).__name__ == "FSDPBlock"
     assert type(block).__module__ == type(block).__mro__[2].__module__
     assert isinstance(block, OdcModule) and isinstance(block, FSDPModule) and isinstance(block, Block)
+
+
+def test_a_class_that_registers_its_subclasses_sees_torchs_only() -> None:
+    found: list[type] = []
+
+    class Registered(nn.Linear):
+        def __init_subclass__(cls, **options: Any) -> None:
+            found.append(cls)
+            super().__init_subclass__(**options)
+
+    module = as_torch_does(Registered(2, 2))
+    torchs = type(module)
+    add_methods(module)
+    type("Mine", (type(module),), {})
+    assert [cls.__name__ for cls in found] == ["FSDPRegistered", "Mine"] and found[0] is torchs
 
 
 def test_a_slice_of_a_sharded_list_is_a_plain_list() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,12 @@ def settings_as_a_dict() -> object:
     return fully_shard(make(PLAIN), settings={"timeout_s": 5.0})  # type: ignore[arg-type]
 
 
-@refused(UnsupportedError, "'weight' was sharded already, with the OdcSequential around it", "on the root last")
+@refused(UnsupportedError, "weight is torch.complex64: train view_as_real of it")
+def a_complex_parameter() -> object:
+    return fully_shard(nn.Linear(4, 4, dtype=torch.complex64))
+
+
+@refused(UnsupportedError, "'weight' was sharded already, with the FSDPSequential around it", "on the root last")
 def root_before_its_layers() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     fully_shard(model)
@@ -116,6 +122,19 @@ def conflicting_settings() -> None:
 @refused(UnsupportedError, "without parameters")
 def nothing_to_shard() -> None:
     fully_shard(nn.Sequential(nn.ReLU())).finish_minibatch()
+
+
+class AbstractFirst(ABC, nn.Linear):
+    """Python refuses to put a class in front of such a one."""
+
+
+class Derived(AbstractFirst):
+    """Its base class is the one to change."""
+
+
+@refused(UnsupportedError, "class AbstractFirst", "behind nn.Module", "(nn.Module, ABC)")
+def a_class_that_begins_with_abc() -> None:
+    fully_shard([nn.Linear(4, 4), Derived(4, 4)])
 
 
 @refused(UnsupportedError, "complex64")

@@ -87,7 +87,8 @@ def test_every_name_that_is_used_is_checked() -> None:
     of_param = SOURCE.with_name("_torch_param.py").read_text()
     checked = {name for names in compat._ON_CLASS.values() for name in names}
     checked |= {name for names in compat._STORED.values() for name in names}
-    checked |= {"_fsdp_param_group", "_fsdp_param_groups", "_C"} | {name for _, name in compat._ELSEWHERE.values()}
+    checked |= {"_fsdp_param_group", "_fsdp_param_groups", "_C"}
+    checked |= {name for _, *names in compat._ELSEWHERE.values() for name in names}
     checked |= {*compat._OF_ACCUMULATION, *compat._OF_GRADIENT_DTYPE}
     body = text[text.index("def state_of(") :] + "\n" + of_param[of_param.index("class ShardedParam") :]
     used = {node.attr for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Attribute)}

@@ -121,7 +121,7 @@ def ends_by_an_error(rank: int, world: int, folder: str, behaviour: str) -> tupl
     with Reader(weight_handle(sharded)) as reader:
         sent = groups(reader)
         with pytest.raises((ReceiverError, StaleVersionError, WaitTimeoutError)) as caught:
-            send_weights(sent, address, timeout_s=3.0 if behaviour == "wait" else 240.0)
+            send_weights(sent, address, timeout_s=20.0 if behaviour == "wait" else 240.0)
         assert inspect.getgeneratorstate(sent) == inspect.GEN_CLOSED, "what it had begun to read"
     (place / "go").touch()
     _, stderr = process.communicate(timeout=120)
@@ -134,7 +134,7 @@ def ends_by_an_error(rank: int, world: int, folder: str, behaviour: str) -> tupl
     [
         ("refuse", "asked to load second.weight.*this model has no second.weight", "RuntimeError: ReceiverError: the"),
         ("stale", "StaleVersionError: version 2 was published", "RuntimeError: StaleVersionError: version 2"),
-        ("wait", "WaitTimeoutError: no receiver at .* within 3 s", "RuntimeError: WaitTimeoutError: no receiver at"),
+        ("wait", "WaitTimeoutError: no receiver at .* within 20 s", "RuntimeError: WaitTimeoutError: no receiver at"),
         ("end", "has ended and not answered when asked to load second.weight", ""),
     ],
 )

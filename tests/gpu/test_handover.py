@@ -99,7 +99,7 @@ def check_reads(reader: Reader, whole: dict[str, torch.Tensor], newest: int) -> 
         groups = list[dict[str, torch.Tensor]]()
         with torch.cuda.stream(torch.cuda.Stream(device)):  # which may come to a clone late
             for group in read_groups(reader, 4096, newest, device=where):
-                assert all(one.device == where for one in group.values())
+                assert all(one.device == where and one.is_pinned() == (where.type == "cpu") for one in group.values())
                 groups.append({name: one.clone() for name, one in group.items()})
             torch.cuda.current_stream().synchronize()
         assert len(groups) > 2

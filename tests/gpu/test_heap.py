@@ -60,7 +60,7 @@ def test_lanes_follow_marks(ranks) -> None:
 
 
 def asks_too_much(rank: int, world: int, identity: str) -> str:
-    with cuda_group(identity, tuple(range(world)), rank, 20.0) as heap:
+    with cuda_group(identity, tuple(range(world)), rank, 60.0) as heap:
         heap.allocate("flags", 64, words=True)
         heap.allocate("large", 1 << 44)
         try:

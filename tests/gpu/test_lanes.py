@@ -96,3 +96,11 @@ def test_lanes_that_sleep_change_nothing(ranks) -> None:
 @pytest.mark.parametrize("skipped", ["PublishedShards.publish", "DeviceRoute.push", "DeviceDrain.__call__"])
 def test_every_wait_for_the_device_is_needed(ranks, skipped: str) -> None:
     assert any(ranks(2).run(apart, skipped, timeout=240)), "a wait that was left out was not missed"
+
+
+def test_no_lane_is_a_stream_that_torch_hands_out_with_fsdp2s_priorities(device: torch.device) -> None:
+    pools = {torch.cuda.Stream(device, priority=priority).cuda_stream for priority in (0, -1) for _ in range(64)}
+    lanes = memory.CudaLanes(device)
+    for name in ("server", "network 0.0"):
+        with lanes.lane(name):
+            assert torch.cuda.current_stream(device).cuda_stream not in pools

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import threading
@@ -10,16 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.device import own_device
 from support.on_ranks import on_ranks
 from support.ranks import RankPool
+from support.waiting import until
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import fully_shard
-from odc.fsdp import live_roots, root_layout
+from odc.fsdp import live_roots
 from odc.memory import device_links
 from odc.memory.cuda_lanes import CudaLanes
+from odc.net.requests import ask
+from odc.runtime import daemon
 
 CUDA = next((path for path in os.environ.get("LD_PRELOAD", "").split(":") if "libemulated_cuda" in path), "")
 
@@ -72,11 +77,13 @@ def test_a_threads_queries_leave_a_capture_of_the_training_thread_alone(rank: in
     assert found == [True] and value.tolist() == [1.0] * 8
 
 
-def settled(rank: int, world: int, cores: float) -> tuple[int, int]:
+def settled(rank: int, world: int, cores: list[set[int]]) -> tuple[int, int]:
     """How often lanes settled by waiting for a stream, and for an event that lets threads sleep, in a minibatch."""
     device, spins, sleeps = own_device(rank), list[str](), list[str]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(root_layout, "cores", lambda: cores)
+        asked = process_ids(world)
+        affinity = dict(zip(asked, cores, strict=True))
+        patch.setattr(os, "sched_getaffinity", lambda process: affinity[process or os.getpid()])
         model: Any = fully_shard(nn.Linear(64, 64).to(device), mesh=init_device_mesh("cuda", (world,)))
         with model.minibatch():
             model(torch.ones(2, 64, device=device)).sum().backward()
@@ -94,11 +101,57 @@ def caller() -> str:
     return sys._getframe(2).f_code.co_qualname
 
 
-@pytest.mark.parametrize("cores", [1.5, 2.0])
-def test_threads_sleep_where_ranks_are_more_than_cores(ranks: Any, cores: float) -> None:
+def process_ids(world: int) -> list[int]:
+    """Of all ranks."""
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, os.getpid())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("cores", "few"),
+    [([set(range(5))] * 2, True), ([set(range(6))] * 2, False), ([{0, 1, 2}, {3, 4, 5}], False)],
+    ids=["too few", "shared", "bound"],
+)
+def test_threads_sleep_where_they_are_more_than_cores(ranks: Any, cores: list[set[int]], few: bool) -> None:
     for spins, sleeps in ranks(2).run(settled, cores, timeout=240):
-        assert sleeps > 2 if cores < 2 else spins > 2
-        assert not (spins if cores < 2 else sleeps)
+        assert sleeps > 2 if few else spins > 2
+        assert not (spins if few else sleeps)
+
+
+@on_ranks(2)
+def test_the_daemon_goes_on_while_the_memory_of_a_deleted_model_waits_for_the_device(rank: int, world: int) -> None:
+    """Of which another model may ask for any amount of work."""
+    gc.collect()  # what other tests have left
+    device, mesh = own_device(rank), init_device_mesh("cuda", (world,))
+    models: list[Any] = [fully_shard(nn.Linear(64, 64).to(device), mesh=mesh) for _ in range(2)]
+    for number in range(2):
+        with models[number].minibatch():
+            models[number](torch.ones(2, 64, device=device)).sum().backward()
+    address, asked, idle = daemon(rank).address, list[str](), threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        synchronize = torch.cuda.synchronize
+
+        def busy(device: torch.device | None = None) -> None:
+            asked.append(threading.current_thread().name)
+            idle.wait(120)
+            synchronize(device)
+
+        patch.setattr(torch.cuda, "synchronize", busy)
+        models.pop()
+        collecting = threading.Thread(target=gc.collect)
+        collecting.start()
+        try:
+            until(lambda: bool(asked))
+            assert len(ask(address, {"op": "status"}, 60.0).reply["roots"]) == 1
+            with models[0].minibatch():
+                models[0](torch.ones(2, 64, device=device)).sum().backward()
+        finally:
+            idle.set()
+        collecting.join(120)
+        for root in live_roots():
+            root.shut_down()()
+    assert asked and "odc-server" not in asked, asked
 
 
 def flushes(rank: int, world: int) -> bool:

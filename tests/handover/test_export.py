@@ -82,8 +82,8 @@ def read_replicas(rank: int, world: int) -> list[int]:
     return read_from
 
 
-def test_hybrid_sharding_is_read_from_one_replica(ranks: Pools) -> None:
-    assert ranks(4).run(read_replicas) == [[0, 1]] * 4
+def test_hybrid_sharding_is_read_from_the_replica_of_the_rank_that_made_the_handle(ranks: Pools) -> None:
+    assert ranks(4).run(read_replicas) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 # readers and jobs that come and go -----------------------------------------------------------------------------------
@@ -140,7 +140,8 @@ def test_a_killed_trainer_is_named_while_it_is_read_from_and_while_it_is_waited_
 
 
 def test_a_job_that_ends(tmp_path: Path) -> None:
-    with publishing_job(tmp_path, last=500) as (running, text), Reader(text, tries=10**9) as source:
+    with publishing_job(tmp_path) as (running, text), Reader(text, tries=10**9) as source:
+        (tmp_path / "stop").touch()
         with pytest.raises(PeerLostError, match="has left the job"):
             read_for_ever(source)
         for outcome in running.wait():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from support.members import BF16, F32, F64
 
 from odc.errors import StaleVersionError
 from odc.handover import Reader, read_groups
+from odc.settings import Settings
 
 #: Bytes of a group: w (48 whole elements, bf16: 96), b (30), v (2000), u (40, f64) and a scalar-sized one.
 LAYOUT = [[("w", 24, BF16), ("b", 8, BF16)], [("v", 250, F32)], [("u", 3, F64), ("s", 1, F32)]]
@@ -68,6 +71,35 @@ def test_a_group_is_not_overwritten_while_it_is_used(large: Job, monkeypatch: py
             assert {name: one.tolist() for name, one in group.items()} == {names[number]: whole[names[number]].tolist()}
 
 
+def test_a_pinned_room_is_not_overwritten_while_a_gpu_copies_out_of_it(
+    large: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such copies are asked for before the next group is, and done at the latest when their stream is waited for."""
+    large.publish([1.5, 2.5])
+    gpu, asked, copied, empty = (
+        torch.device("cuda", 0),
+        list[dict[str, torch.Tensor]](),
+        dict[str, object](),
+        torch.empty,
+    )
+
+    def copy_out(device: torch.device = gpu) -> None:
+        assert device == gpu
+        for group in asked:
+            copied.update({name: tensor.tolist() for name, tensor in group.items()})
+        asked.clear()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda of: SimpleNamespace(synchronize=lambda: copy_out(of)))
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options))
+    with Reader(large.handle) as source:
+        whole = source.read().tensors
+        reader: Any = SimpleNamespace(device=gpu, shapes=source.shapes, read=source.read)
+        for group in read_groups(reader, 1, 1):
+            asked.append(group)
+        copy_out()
+    assert copied == {name: tensor.tolist() for name, tensor in whole.items()}
+
+
 def test_only_what_was_asked_for(large: Job) -> None:
     large.publish([1.0, 1.0])
     with Reader(large.handle) as source:
@@ -84,8 +116,31 @@ def test_a_mixture_of_versions_is_refused(large: Job) -> None:
         next(groups)
         next(groups)
         large.publish([2.0, 2.0])
-        with pytest.raises(StaleVersionError, match="version 2 was published while version 1 was read in groups"):
+        with pytest.raises(StaleVersionError, match="version 2 was published while version 1 was still to be read"):
             list(groups)
+
+
+def test_with_a_second_buffer_a_version_lasts_until_the_one_after_the_next() -> None:
+    with Job(LAYOUT, settings=Settings(timeout_s=60.0, second_buffer=True)) as job, Reader(job.handle) as source:
+        job.publish([1.0, 1.0])
+        groups = read_groups(source, 1, 1)
+        found = next(groups)["u0.w"].tolist()
+        job.publish([2.0, 2.0])
+        for group in groups:
+            found += next(iter(group.values())).tolist()
+        assert set(found) == {1.0}
+        groups = read_groups(source, 1, 2)
+        next(groups)
+        for value in (3.0, 4.0):
+            job.publish([value, value])
+        with pytest.raises(StaleVersionError, match="version 4 was published while version 2 was still to be read"):
+            list(groups)
+
+
+def test_there_is_no_version_0(large: Job) -> None:
+    large.publish([1.0, 1.0])
+    with Reader(large.handle) as source, pytest.raises(ValueError, match="no rank ever publishes version 0"):
+        next(read_groups(source, 1, 0))
 
 
 def test_a_caller_that_stops_may_close_the_reader(large: Job) -> None:

@@ -31,7 +31,7 @@ from odc.handover.handle import WeightHandle
 from odc.net.engines.connections import no_check
 from odc.net.engines.nixl import EXTRA, installed
 from odc.net.engines.server import DESCRIBE, REFUSED, request
-from odc.net.handshake import READER
+from odc.net.handshake import READER, link_purpose
 from odc.net.network import dial
 from odc.protocol.words import VERSION_WORDS, VERSIONS_KEPT
 from odc.runtime.linking import BOARD, READER_WORDS, board_name
@@ -122,7 +122,7 @@ def read_what_is_private(rank: int, world: int, engine: str) -> None:
     assert len(answer) == BOARD.size and len(READER_WORDS) == 5, (
         "no more than readers need, and no text of a job that runs"
     )
-    for purpose in ("read", "watch", f"link {handle.root}"):
+    for purpose in ("read", "watch", link_purpose(handle.root)):
         with pytest.raises(PeerLostError, match="hung up"):
             dial(handle.owners[other].listener, bytes.fromhex(handle.secret), READER, other, purpose, 60.0)
     dist.barrier()

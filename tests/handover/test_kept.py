@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,8 @@ from support.far_readers import LAYOUT, UNITS, Copying, Weights, far_reader
 from support.handover_jobs import Job, read_in_a_loop
 from support.members import BF16
 
-from odc.errors import OdcError
-from odc.handover import Reader
+from odc.errors import OdcError, StaleVersionError
+from odc.handover import Reader, read_groups
 from odc.protocol.words import VERSIONS_KEPT, VersionWord
 from odc.settings import Settings
 
@@ -224,7 +225,7 @@ def interleaved(schedule: list[int], buffers: int = 1, **options: int) -> Iterat
         patch.context() as patch,
     ):
         steps = Interleaved(job, weights, schedule)
-        patch.setattr(time, "sleep", steps.step)
+        patch.setattr("odc.deadlines.time", SimpleNamespace(monotonic=time.monotonic, sleep=steps.step))
         engine.meanwhile = steps.go_on
         yield reader, weights, engine
 
@@ -308,6 +309,34 @@ def test_with_a_second_buffer_the_last_try_reads_whole_shards() -> None:
         assert (len(published), reader.overtaken) == (2, 1)
 
 
+@pytest.mark.parametrize("moment", range(18))
+def test_with_a_second_buffer_groups_are_of_a_version_that_lasts_longer_than_its_changes(moment: int) -> None:
+    """The next version is published at any moment; where their changes are gone by then, whole shards are read."""
+    weights, halves = Weights(), iter(range(1000))
+
+    def meanwhile() -> None:
+        if next(halves) == moment:
+            weights.publish(job, 3)
+
+    with packing(second_buffer=True) as job, far_reader(job) as (reader, engine):
+        weights.publish(job, 1)
+        reader.read()
+        weights.publish(job, 2)
+        engine.meanwhile = meanwhile
+        for group in read_groups(reader, 1, 2):
+            assert matches(group, weights, 2)
+        engine.meanwhile = lambda: None
+        if next(halves) <= moment:
+            weights.publish(job, 3)
+        expect(reader, weights, 3)
+        groups = read_groups(reader, 1, 3)
+        next(groups)
+        for version in (4, 5):
+            weights.publish(job, version)
+        with pytest.raises(StaleVersionError, match="version 5 was published while version 3 was still to be read"):
+            list(groups)
+
+
 def test_words_that_are_being_written_are_not_followed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """They might name bytes that no reader may read."""
     weights, halves = Weights(), iter(range(1000))
@@ -328,6 +357,6 @@ def test_words_that_are_being_written_are_not_followed(job: Job, monkeypatch: py
         reader.read()
         weights.publish(job, 9)
         place, engine.meanwhile = words.load(VersionWord.PLACE), meanwhile
-        monkeypatch.setattr(time, "sleep", sleep)
+        monkeypatch.setattr("odc.deadlines.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
         number, tensors = reader.read()
         assert (number, reader.overtaken) == (3, 1) and matches(tensors, weights, 10)

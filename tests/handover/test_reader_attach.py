@@ -112,6 +112,7 @@ def test_a_rank_that_hands_over_no_device_memory_is_refused(job: Job, monkeypatc
     monkeypatch.setattr(reader, "_gpu", lambda asked: torch.device("cuda", 0))
     with Reader(job.handle):  # the rank keeps a descriptor for the next reader
         pass
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(LayoutMismatchError, match="rank 10: its heap is not laid out as the weight handle says"):
         Reader(changed(job.handle, device_bytes=64))
@@ -131,8 +132,9 @@ def test_wrong_options(job: Job, wrong: dict[str, Any]) -> None:
 def test_nothing_stays_open(job: Job) -> None:
     with Reader(job.handle):
         pass
+    gc.collect()
     maps, files = mapped(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with Reader(job.handle):
             pass
-    until(lambda: mapped() == maps and len(os.listdir("/proc/self/fd")) <= files)
+    until(lambda: mapped() <= maps and len(os.listdir("/proc/self/fd")) <= files)

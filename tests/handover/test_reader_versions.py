@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,7 @@ def interleave(monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, list[int]], No
     def start(job: Job, schedule: list[int]) -> None:
         steps = Interleaved(job, schedule)
         monkeypatch.setattr(reading, "ctypes", steps)
-        monkeypatch.setattr(time, "sleep", steps.sleep)
+        monkeypatch.setattr("odc.deadlines.time", SimpleNamespace(monotonic=time.monotonic, sleep=steps.sleep))
 
     return start
 

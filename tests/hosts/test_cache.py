@@ -204,6 +204,23 @@ def test_a_device_that_is_late_sums_and_fetches_alike(
     spread.close()
 
 
+@pytest.mark.parametrize("nodes", [False, True], ids=["hosts", "nodes of a host"])
+def test_what_a_node_waits_for_does_not_wait_for_a_ranks_compute(nodes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fetch asks for comes behind the rank's compute; what it reads for its node is CACHED without that."""
+    lanes = late_heaps(monkeypatch, atomic=True)
+    spread, computed = Spread(only_into_own=True, nodes=nodes), list[int]()
+    spread.publish()
+    unit = spread.group.units[0]
+    with lanes[0].lane("fetch"):
+        lanes[0].ask(lambda: computed.append(1))
+        spread.group.members[0].shards.fetch(unit, [torch.empty(4 * param.numel) for param in unit.params])
+        cached = [spread.group.layouts[0].share(owner).cached(unit).load(0) for owner in (2, 3)]
+        assert not computed and 1 in cached
+        lanes[0].settle()
+    assert computed
+    spread.close()
+
+
 def test_units_that_no_rank_used_do_not_cross(spread: Spread) -> None:
     spread.publish()
     NodeSums(spread.group.members[0].protocol, spread.heaps[0]).gather([False, False, False])

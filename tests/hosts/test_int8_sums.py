@@ -16,6 +16,7 @@ from support.spread import Spread
 
 from odc.errors import UnsupportedError
 from odc.protocol import Gradient, Word
+from odc.protocol.reduction import RoundedSum
 from odc.protocol.rounding import coarse_parameters
 from odc.settings import Settings
 
@@ -85,9 +86,10 @@ class Sums:
         for unit in self.units:
             came = torch.zeros(unit.numel)
             if used[unit.index]:
-                part = [*self.spread.group.members[OWNER].reduction.parts(unit)][1]
+                _, part = self.spread.group.members[OWNER].reduction.parts(unit)
+                assert isinstance(part, RoundedSum)
+                part.add_to(came, came)
                 self.spread.group.layouts[OWNER].heap.lanes.settle()
-                came += part
             for i, spec in enumerate(unit.params):  # what the owner reads
                 if (unit.index, i) not in self._used:
                     came[spec.accumulator_offset : spec.accumulator_offset + spec.numel] = 0

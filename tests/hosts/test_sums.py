@@ -14,6 +14,7 @@ from support.spread import LAYOUT, Spread
 
 from odc.errors import PeerLostError, UnsupportedError
 from odc.protocol import Word
+from odc.protocol.reduction import RoundedSum
 from odc.settings import Accumulate, Settings
 
 
@@ -32,7 +33,11 @@ def bring(spread: Spread, me: int = 0) -> None:
 
 
 def values(spread: Spread, me: int, unit: int) -> list[float]:
-    found = list(spread.group.members[me].reduction.parts(spread.group.units[unit]))
+    one, found = spread.group.units[unit], list[torch.Tensor]()
+    for part in spread.group.members[me].reduction.parts(one):
+        found.append(torch.zeros(one.numel) if isinstance(part, RoundedSum) else part)
+        if isinstance(part, RoundedSum):
+            part.add_to(found[-1], found[-1])
     assert all(bool((part == part[0]).all()) for part in found)
     return [part[0].item() for part in found]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.ports import free_ports
 from support.waiting import PATIENCE_S, until
 
 from odc.deadlines import Deadline
@@ -23,6 +24,7 @@ from odc.net.liveness import Liveness, Loss
 from odc.net.messages import PushCounts, Watching, encode
 from odc.net.network import HostNetwork, _key
 from odc.net.reactor import Reactor
+from odc.protocol.peers.board import clipped
 from odc.settings import Settings
 
 WORLD = 4
@@ -108,6 +110,15 @@ def test_connections_wait_for_the_network_as_the_settings_say_then_and_later(mak
     assert limits(ranks[0]) == {45_000}
 
 
+@pytest.mark.parametrize("reason", ["no file \ud83d", "é" * 2000])
+def test_a_loss_of_any_text_goes_around_the_ring(make: Make, reason: str) -> None:
+    """It may quote what has no encoding, or be too long and end inside a character."""
+    ranks = ring(make)
+    ranks[0].liveness.report(Loss(1, 1, reason))
+    ((_, text, _),) = ranks[2].until_ended(1)
+    assert text == clipped(reason)
+
+
 def test_a_death_goes_around_the_ring_and_into_the_store(make: Make, store: Any) -> None:
     ranks = ring(make)
     ranks[2].end(good_bye=False)
@@ -149,9 +160,7 @@ def test_a_late_rank_learns_of_earlier_deaths(make: Make) -> None:
 
 
 def test_a_neighbour_that_cannot_be_reached_is_not_taken_for_dead(make: Make, store: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        nowhere = unused.getsockname()
-    JobStore(store, PATIENCE_S).set(_key(1), json.dumps(nowhere))
+    JobStore(store, PATIENCE_S).set(_key(1), json.dumps(["127.0.0.1", *free_ports(1)]))
     one, other = make(0), make(3)
     one.watches(3)
     other.end(good_bye=False)
@@ -166,7 +175,9 @@ def test_a_neighbour_that_is_stopped_as_it_is_dialled_is_not_taken_for_dead(
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         JobStore(store, PATIENCE_S).set(_key(1), json.dumps(list(stopped.getsockname())))
         rank = make(0)
-        until(lambda: not any(thread.name == "odc-watch" for thread in threading.enumerate()))
+        stopped.settimeout(PATIENCE_S)
+        with stopped.accept()[0]:
+            until(lambda: not any(thread.name == "odc-watch" for thread in threading.enumerate()))
     assert not rank.ended
 
 

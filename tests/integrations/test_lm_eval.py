@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -128,6 +129,20 @@ def test_the_results_of_one_process(ranks, world: int, limit: int | None):
     by_rank = [ran, *(count for _, count in others)]
     assert sum(by_rank) == alone, "a forward was run twice, or for nothing"
     assert len(set(by_rank)) > 1, "the case is not uneven"
+
+
+def _on_other_local_ranks(rank: int, world: int) -> Any:
+    """As where the session's first rank is not the first of its host."""
+    with pytest.MonkeyPatch.context() as patch, session(timeout_s=100.0) as peers:
+        patch.setenv("LOCAL_RANK", str(rank + 1))
+        results = evaluate(wrapped(tiny_qwen2()), [choice()], peers, bootstrap_iters=0, task_manager=manager())
+        assert os.environ["LOCAL_RANK"] == str(rank + 1), "the variable is gone"
+    return results and list(results["results"])
+
+
+@needs_lm_eval
+def test_the_sessions_first_rank_has_the_results(ranks):
+    assert ranks(2).run(_on_other_local_ranks) == [["tiny_choice"], None]
 
 
 def _scored(rank: int, world: int) -> Any:

@@ -49,7 +49,7 @@ def test_ray_starts_actors_again(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]

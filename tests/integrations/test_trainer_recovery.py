@@ -14,6 +14,7 @@ from support.recovering import Death, unequal
 from support.recovering_trainers import run
 
 from odc.errors import ConfigError
+from odc.recovery.state import random_states
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformers") is None or find_spec("accelerate") is None,
@@ -99,10 +100,20 @@ REFUSED: dict[str, dict[str, Any]] = {
     "ignore_data_skip=True": {"ignore_data_skip": True},
     "use_seedable_sampler=False": {"accelerator_config": SimpleNamespace(use_seedable_sampler=False)},
     "a dataset without a length": {},
-    "precompute_ref_log_probs=True": {"precompute_ref_log_probs": True},
     "log_completions=True": {"log_completions": True},
     "split=True": {},
 }
+
+
+def test_a_vllm_server_is_given_the_weights_that_were_put_back() -> None:
+    """TRL sends them if the step is another than that of the last time; the server has those of a step that is lost."""
+    from odc.integrations.transformers_recovery import TrainerLoop
+
+    trainer = SimpleNamespace(_last_loaded_step=7, callback_handler=SimpleNamespace(callbacks=[]))
+    loop = TrainerLoop(trainer, SimpleNamespace())  # type: ignore[arg-type]
+    loop.kept = {"changed": {}, "callbacks": [], "over": False, "random": random_states()}
+    loop.put_back()
+    assert trainer._last_loaded_step == -1
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -225,3 +225,14 @@ def test_a_loss_of_ones_own_that_is_a_sum_is_the_stock_one(ranks, tmp_path) -> N
     theirs = ranks(2).run(own_loss, "OdcTrainer", tmp_path, {}, timeout=500)[0]
     ours = ranks(2).run(own_loss, "Sum", tmp_path, {"max_tokens": CAP}, timeout=500)[0]
     assert max(differences(ours, theirs)) < 1e-4, (ours, theirs)
+
+
+@pytest.mark.parametrize(("smoother", "known"), [(None, True), (object(), False)])
+def test_the_loss_of_smoothed_labels_is_checked_for_trls_trainer_too(smoother: Any, known: bool) -> None:
+    pytest.importorskip("trl", reason="needs trl: make test-integrations")
+    from trl import SFTTrainer
+
+    from odc.integrations.transformers_loss import ScaledLoss
+
+    trainer = mock.Mock(compute_loss=SFTTrainer.compute_loss, compute_loss_func=None, label_smoother=smoother)
+    assert ScaledLoss(trainer)._done == known

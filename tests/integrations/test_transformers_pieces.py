@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -60,6 +61,36 @@ def test_in_bf16_losses_of_split_samples_are_those_of_whole_ones(ranks, tmp_path
     loss, norm = differences(split[0][0], plain[0][0])
     assert loss < 2e-3 and norm < 3e-2, (split, plain)
     assert all(sum(step) > 4 for step in zip(split[0][1], split[1][1], strict=True)), split
+
+
+def moved(rank: int, world: int, folder: Path) -> list[bool]:
+    """Of each piece, whether it is made of tensors that the Trainer has moved to its device, as the model's are."""
+    from odc.integrations import transformers
+
+    as_torchrun(rank, world)
+    there: dict[int, torch.Tensor] = {}
+
+    class Moving(transformers.OdcTrainer):
+        def _prepare_input(self, data: Any) -> Any:
+            if not isinstance(data, torch.Tensor):
+                return super()._prepare_input(data)
+            copy = data.clone()  # as `to` would, for a GPU
+            return there.setdefault(id(copy), copy)
+
+    def arguments_of(piece: Any, row: dict[str, torch.Tensor]) -> dict[str, Any]:
+        found.append(all(id(one) in there for one in row.values()))
+        return made(piece, row)
+
+    found, made = list[bool](), transformers.arguments_of
+    options: dict[str, Any] = {"train_dataset": samples(LONG), "data_collator": padded, "max_tokens": 40}
+    with mock.patch.object(transformers, "arguments_of", arguments_of):
+        Moving(model=model(), args=arguments(folder, **CHANGES), split=True, **options).train()
+    return found
+
+
+def test_pieces_are_made_of_what_has_moved_to_the_device(ranks, tmp_path) -> None:
+    for found in ranks(2).run(moved, tmp_path, timeout=500):
+        assert found and all(found)
 
 
 def seed_oss() -> Any:

@@ -113,6 +113,31 @@ def test_no_rank_waits_for_a_server_that_refuses(rank: int, world: int) -> None:
         sync()
 
 
+class FailingClient(ReadingClient):
+    """A server that fails to read. Like vLLM's workers it has then ended the update, and refuses to finish it."""
+
+    def _post(self, url: str, json: dict[str, Any]) -> None:
+        if "update_info" in json:
+            raise ConnectionError("500: rank 1 died")
+
+    @contextlib.contextmanager
+    def weight_update(self) -> Iterator[None]:
+        try:
+            yield
+        finally:  # as TRL's client
+            raise ConnectionError("500: finish_weight_update called without a matching start_weight_update")
+
+
+@on_ranks(2)
+def test_the_first_error_of_a_server_that_fails_is_the_cause(rank: int, world: int) -> None:
+    model = build(fully_shard, Case(counts=((1,),)), init_device_mesh("cpu", (world,)))
+    sync = ServerWeights(model, SimpleNamespace(vllm_client=FailingClient()))
+    why = "500: rank 1 died$"
+    kind, text = (ConnectionError, f"^{why}") if rank == 0 else (OdcError, f"ConnectionError: {why}")
+    with pytest.raises(kind, match=text):
+        sync()
+
+
 def server(transfer: Any) -> Any:
     return SimpleNamespace(base_url="http://host:8000", get_server_info=lambda: {"weight_transfer_config": transfer})
 

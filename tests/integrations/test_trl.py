@@ -70,11 +70,22 @@ def test_a_run_is_that_of_the_stock_trainer(ranks, tmp_path, changes: dict[str, 
     assert loss < 1e-3 and norm < (1e-4 if changes else 1e-2), (ours, theirs)
 
 
+def with_adapters(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> tuple[Logged, set[str]]:
+    """Logged steps, and the names of the weights that were gathered to save the adapter."""
+    from transformers import Trainer
+
+    with mock.patch.object(Trainer, "_save", autospec=True, side_effect=Trainer._save) as save:
+        found, _ = finetune(rank, world, True, folder, changes, True, None)
+    return found, {name for call in save.call_args_list for name in call.kwargs["state_dict"]}
+
+
 def test_adapters_are_trained_saved_and_resumed(ranks, tmp_path) -> None:
     saving = FP32 | {"save_strategy": "steps", "save_steps": 2}
     theirs, _ = ranks(2).run(finetune, False, tmp_path, saving, True, None, timeout=500)[0]
-    ours, _ = ranks(2).run(finetune, True, tmp_path, saving, True, None, timeout=500)[0]
+    (ours, gathered), (_, elsewhere) = ranks(2).run(with_adapters, tmp_path, saving, timeout=500)
     assert max(differences(ours, theirs)) < 1e-4, (ours, theirs)
+    below = {name for name in gathered if "lora_" not in name}
+    assert gathered and all("embed_tokens" in name or "lm_head" in name for name in below) and not elsewhere
     folders = [tmp_path / kind / "checkpoint-2" for kind in ("odc", "ddp")]
     saved, stock = [{one.name for one in folder.iterdir()} for folder in folders]
     assert saved == stock and "adapter_model.safetensors" in saved

@@ -75,10 +75,22 @@ def test_vllm_answers_as_the_trained_model_after_each_step(job: tuple[RankPool, 
     answers = []
     for _ in range(3):
         published, answer, likely = pool.run(step)[0]
-        vllm.send(published)
-        found = vllm.recv()
+        found = asked(vllm, published)
         assert found == (answer, pytest.approx(likely, abs=1e-5))
         answers.append(found[1])
     assert answers[0] != answers[1] != answers[2], "the weights have not changed"
-    vllm.send(published - 1)
-    assert "was published while version" in vllm.recv()
+    assert "was published while version" in asked(vllm, published - 1)
+
+
+def asked(vllm: Any, published: int, groups: int | None = None) -> Any:
+    vllm.send((published, groups))
+    return vllm.recv()
+
+
+@pytest.mark.parametrize("groups", [1, 3, 9, 11])
+def test_an_update_that_was_overtaken_in_a_layer_is_begun_again(job: tuple[RankPool, Any], groups: int) -> None:
+    pool, vllm = job
+    before, _, _ = pool.run(step)[0]
+    assert "overtaken" in asked(vllm, before, groups), "some parameters of a layer have come"
+    published, answer, likely = pool.run(step)[0]
+    assert asked(vllm, published) == (answer, pytest.approx(likely, abs=1e-5))

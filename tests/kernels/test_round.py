@@ -1,4 +1,4 @@
-"""round, unround and keep, interpreted: the bytes and the numbers of the loops for CPU memory, bit for bit."""
+"""round, add_rounded and keep, interpreted: the bytes and the numbers of the loops for CPU memory, bit for bit."""
 
 from __future__ import annotations
 
@@ -67,9 +67,12 @@ def test_rounded_sums_and_residuals_are_those_of_the_cpu(rank: int, world: int) 
                     rounded[rounded.isnan()] = torch.nan
         assert torch.equal(memory, expected), "what crosses, and nothing beside it"
 
-        crossed, wanted = plan.read(memory), one.read(expected).float()
-        assert same_bits(crossed[~wanted.isnan()], wanted[~wanted.isnan()])
-        assert torch.equal(crossed.isnan(), wanted.isnan())
+        mine = shifted(sums(generator, one.numel, share, odd), data.draw(st.integers(0, 3)))
+        added, wanted = (mine, mine.clone()) if data.draw(st.booleans()) else (shifted(mine, 2), torch.empty_like(mine))
+        one.add(mine, expected, wanted)
+        plan.add(mine, memory, added)
+        assert same_bits(added[~wanted.isnan()], wanted[~wanted.isnan()])
+        assert torch.equal(added.isnan(), wanted.isnan())
 
         used = [data.draw(st.booleans()) for _ in params] if data.draw(st.booleans()) else [True] * len(params)
         seen.add(all(used))
@@ -99,10 +102,12 @@ def test_each_call_is_one_launch(rank: int, world: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PreparedLaunch, "__call__", note)
         plan = RoundingPlan(params_of(one), torch.device("cpu"))
-        assert launched == ["round_kernel", "unround_kernel", "keep_kernel"], "they are loaded when it is made"
+        assert launched == ["round_kernel", "add_rounded_kernel", "keep_kernel"], "they are loaded when it is made"
         launched.clear()
         plan.write(total, memory)
-        assert torch.equal(plan.read(memory), total)
+        twice = torch.empty_like(total)
+        plan.add(total, memory, twice)
+        assert torch.equal(twice, 2 * total)
         plan.keep(total, memory, total, [True, False, True, False])
-        assert launched == ["round_kernel", "unround_kernel", "keep_kernel"]
+        assert launched == ["round_kernel", "add_rounded_kernel", "keep_kernel"]
     assert not total[:300].any() and total[300:].all(), "the first parameter alone was used and is trained"

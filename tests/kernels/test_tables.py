@@ -55,4 +55,6 @@ def test_a_table_passes_through_the_ring_of_its_stream(rank: int, world: int) ->
     assert list(_rings.values()) == [ring], "one a stream"
     found = passing_table([1, 2], cpu)
     assert found.tolist() == [1, 2] and found.untyped_storage().data_ptr() == ring._there.data_ptr()
+    many = passing_table(range(2000), cpu)  # of a unit of so many parameters
+    assert many.tolist() == list(range(2000)) and many.untyped_storage().data_ptr() == ring._there.data_ptr()
     assert passing_table([3] * (NUMBERS + 1), cpu).tolist() == [3] * (NUMBERS + 1), "longer ones are allocated"

@@ -62,6 +62,17 @@ def test_shares_longer_than_a_step(rank: int, world: int) -> None:
 
 
 @on_interpreted_ranks(1)
+@pytest.mark.parametrize("start", [-(2**33), -5, 0, 3, 16, 2**31, 2**32 + 3])
+def test_what_a_gradient_is_short_of_a_shard_is_zeroed_and_no_more(rank: int, world: int, start: int) -> None:
+    """Shards may have more than 2^32 elements: a gradient then ends far before a tile, or far behind it."""
+    from support.zeroing import zeroing
+
+    found = torch.ones(ROOM)
+    zeroing[(1,)](found.data_ptr(), torch.tensor([start]), torch.tensor([2**33]), BLOCK=16)
+    assert found.tolist() == [float(not start <= i < 16) for i in range(ROOM)]
+
+
+@on_interpreted_ranks(1)
 def test_a_promise_of_alignment_is_kept_in_all_that_is_interpreted(rank: int, world: int) -> None:
     from support.promises import promising
 

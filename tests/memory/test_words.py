@@ -131,7 +131,7 @@ def test_a_sleeper_is_woken_by_the_store_that_it_waits_for(machine: str, monkeyp
     def sleep() -> None:
         while words.load(2) < 5:
             asleep.set()
-            words.wait_at_least(2, 5, 60.0)
+            words.wait_at_least(2, 5, 3600.0)
         woken.set()
 
     sleeper = threading.Thread(target=sleep, daemon=True)
@@ -140,7 +140,7 @@ def test_a_sleeper_is_woken_by_the_store_that_it_waits_for(machine: str, monkeyp
     for value in (4, 5):
         words.store(2, value)
         words.wake(2)
-    assert woken.wait(30.0)  # before the sleep ends by itself
+    assert woken.wait(60.0)  # before the sleep ends by itself
     sleeper.join()
 
 

@@ -125,6 +125,26 @@ def test_an_error_comes_where_its_microbatch_would_have(where: str, prefetch: in
     assert list(lazy) == []
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_preparation_that_runs_out_of_something_is_not_the_end(prefetch: int) -> None:
+    """As of `next(more)` in it: the loop would end without an error, and the rank would train on less."""
+    more = iter([10])
+    lazy = LazyMicrobatches(range(3), lambda i: i + next(more), prefetch=prefetch)
+    assert next(lazy) == 10
+    with pytest.raises(RuntimeError, match="microbatch 1: `prepare` or `born` raised StopIteration"):
+        next(lazy)
+
+
+def test_the_thread_prepares_on_the_device_of_the_one_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = threading.local()  # CUDA's current device is a thread's own, and 0 at first
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(current, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    torch.cuda.set_device(3)
+    lazy = LazyMicrobatches(range(2), lambda i: (torch.cuda.current_device(), threading.get_ident()))
+    assert all(device == 3 and thread != threading.get_ident() for device, thread in lazy)
+
+
 def test_a_source_that_gives_nothing_is_named_at_the_deadline() -> None:
     stuck = threading.Event()
 
@@ -219,15 +239,47 @@ def test_waiting_and_preparing_are_in_the_trace(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("prefetch", "background"), [(1, True), (3, True), (1, False), (None, False), (None, True)])
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_the_last_one_is_known_to_be_the_last(prefetch: int | None, background: bool, count: int) -> None:
-    watched, ended = Watched(count), time.monotonic() + 60
-    with LazyMicrobatches(watched, watched.prepare, prefetch=prefetch, background=background) as microbatches:
+    watched = Watched(count)
+
+    def ends_late() -> Iterator[int]:
+        yield from watched
+        time.sleep(0.05)
+
+    with LazyMicrobatches(ends_late(), watched.prepare, prefetch=prefetch, background=background) as microbatches:
         i = -1
         for i, _ in enumerate(microbatches):
-            while i == count - 1 and not microbatches.last:  # the thread has yet to find the end
-                assert time.monotonic() < ended
-                time.sleep(0.001)
             assert microbatches.last == (i == count - 1)
         assert i == count - 1
+
+
+def test_whether_one_is_the_last_is_known_before_the_next_is_prepared() -> None:
+    known, prepared = threading.Event(), []
+
+    def prepare(i: int) -> int:
+        prepared.append(i == 0 or known.wait(60.0))
+        return i
+
+    with LazyMicrobatches(range(2), prepare, timeout_s=120.0) as lazy:
+        next(lazy)
+        assert not lazy.last
+        known.set()
+        assert list(lazy) == [1] and prepared == [True, True]
+
+
+def test_a_pull_that_does_not_end_is_named() -> None:
+    goes_on = threading.Event()
+
+    def stalls() -> Iterator[int]:
+        yield 0
+        goes_on.wait(60.0)
+
+    with LazyMicrobatches(stalls(), lambda i: i, timeout_s=0.3) as lazy:
+        next(lazy)
+        try:
+            with pytest.raises(WaitTimeoutError, match=r"waited 0.3 s for its own input thread to pull microbatch 1"):
+                _ = lazy.last
+        finally:
+            goes_on.set()
 
 
 def test_what_may_be_followed_by_another_is_not_the_last() -> None:
@@ -244,3 +296,26 @@ def test_what_may_be_followed_by_another_is_not_the_last() -> None:
     assert not broken.last
     with pytest.raises(OSError, match="no more data"):
         next(broken)
+
+
+@pytest.mark.parametrize("prefetch", [1, None])
+@pytest.mark.parametrize("background", [True, False])
+def test_prepare_has_the_modes_of_the_thread_that_made_it(prefetch: int | None, background: bool) -> None:
+    linear, options = torch.nn.Linear(2, 2), {"prefetch": prefetch, "background": background}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        lazy = LazyMicrobatches(range(2), lambda _: (linear(torch.ones(1, 2, device="cpu")), torch.ones(1)), **options)
+        for computed, made in lazy:
+            assert computed.dtype == torch.bfloat16 and not computed.requires_grad and made.is_meta
+    for computed, made in LazyMicrobatches(range(2), lambda _: (linear(torch.ones(1, 2)), torch.ones(1))):
+        assert computed.dtype == torch.float32 and computed.requires_grad and not made.is_meta
+
+
+def test_the_thread_casts_the_weights_of_the_moment() -> None:
+    """Autocast's cache would keep those of the first microbatch."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        lazy = LazyMicrobatches([torch.ones(1, 1)] * 2, model)
+    await_rest(lazy)
+    torch.nn.init.constant_(model.weight, 2.0)
+    assert [float(out.detach()) for out in lazy] == [1.0, 2.0]

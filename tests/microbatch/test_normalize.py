@@ -16,7 +16,7 @@ from support.ranks import Pools, RanksFailed
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, OdcError
 from odc.microbatch import LossNormalizer, Normalization
 
 VOCABULARY, WIDTH = 17, 8
@@ -205,6 +205,16 @@ def test_all_ranks_skip_together(rank: int, world: int) -> None:
     assert all(p.grad is None for p in model.parameters()), "gradients stay"
 
 
+@on_ranks(2)
+def test_metrics_are_summed_by_name_in_whichever_order_a_rank_names_them(rank: int, world: int) -> None:
+    names = ["loss", "reward"] if rank else ["reward", "loss"]
+    normalizer = LossNormalizer(1, metrics=dict.fromkeys(names, "labels"))
+    normalizer.count("labels", 1)
+    for name, value in (("loss", 1.0), ("reward", 4.0)):
+        normalizer.metric(name, value)
+    assert normalizer.finish([]).metrics == {"loss": 1.0, "reward": 4.0}
+
+
 def unequal(rank: int, world: int, proxies: list[int]) -> None:
     LossNormalizer(proxies[rank]).finish([])
 
@@ -223,12 +233,16 @@ def test_groups_of_one_rank_need_no_process_group() -> None:
     assert LossNormalizer(3).finish([]).skip
 
 
-def test_what_an_abandoned_minibatch_has_counted_is_not_counted_again() -> None:
+@pytest.mark.parametrize("recovered", [False, True])
+def test_what_a_lost_minibatch_has_counted_is_not_counted_again(recovered: bool) -> None:
     model, normalizer = build(), LossNormalizer(proxy=7, metrics={"loss": "labels"})
     lost, kept = microbatch(1, 9, 4), microbatch(2, 9, 6)
     normalizer.scaled(loss_sum(model, *lost), 4)
     normalizer.metric("loss", 100.0)
-    normalizer.discard()
+    if recovered:
+        normalizer.load_state_dict(normalizer.state_dict())
+    else:
+        normalizer.discard()
     summed = loss_sum(model, *kept)
     normalizer.scaled(summed, 6).backward()
     normalizer.metric("loss", summed)
@@ -237,3 +251,52 @@ def test_what_an_abandoned_minibatch_has_counted_is_not_counted_again() -> None:
     alone = build()
     (loss_sum(alone, *kept) / 6).backward()
     torch.testing.assert_close(gradients(model), gradients(alone))
+
+
+def test_fractions_of_a_label_count_as_such() -> None:
+    """Weighted tokens: each microbatch's own mean, of weights that sum up to less than one."""
+    for counts in ([0.15, 0.5, 0.0], [torch.tensor(count) for count in (0.15, 0.5, 0.0)]):
+        weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+        normalizer = LossNormalizer(3, normalization="per_rank_microbatch")
+        for count in counts:
+            normalizer.scaled(2.0 * weight * float(count), count).backward()
+        normalizer.finish([weight])
+        assert weight.grad is not None and float(weight.grad) == pytest.approx(2.0)
+
+
+def test_sums_of_fractions_are_compared_as_rounded_ones() -> None:
+    weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+    for announced, found in (([0.1, 0.2, 0.3], [0.3, 0.2, 0.1]), ([0.6], [0.1, 0.2, 0.31]), ([10.0**12], [1e12 + 1])):
+        normalizer = LossNormalizer(3)
+        normalizer.announce({"labels": sum(announced)})
+        for count in found:
+            normalizer.scaled(weight * count, count)
+        if announced[0] == 0.1:
+            normalizer.finish([])
+        else:
+            with pytest.raises(OdcError, match="but they trained on"):
+                normalizer.finish([])
+
+
+def test_a_parameter_that_is_listed_twice_is_divided_once() -> None:
+    weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+    normalizer = LossNormalizer(7)
+    normalizer.scaled(weight * 6.0, 3).backward()
+    normalizer.finish([weight, weight])
+    assert weight.grad is not None and float(weight.grad) == pytest.approx(2.0)
+
+
+def test_in_step_it_is_known_which_microbatch_is_the_last() -> None:
+    for count in (0, 1, 4):
+        normalizer = LossNormalizer(3, normalization="per_microbatch")
+        marks = [normalizer.last for _ in normalizer.microbatches(range(count), lambda _: 1)]
+        assert marks == [False] * (count - 1) + [True] * (count > 0)
+        normalizer.discard()
+        assert not normalizer.last
+
+
+@on_ranks(2)
+def test_the_last_is_each_ranks_own(rank: int, world: int) -> None:
+    normalizer = LossNormalizer(3, normalization="per_microbatch")
+    marks = [normalizer.last for _ in normalizer.microbatches(range((3, 1)[rank]), lambda _: 1)]
+    assert marks == [[False, False, True], [True]][rank]

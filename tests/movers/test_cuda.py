@@ -21,7 +21,7 @@ from support.on_ranks import on_interpreted_ranks
 from support.uninterpreted import run_uninterpreted
 
 from odc.errors import OdcError, UnsupportedError
-from odc.memory import driver_calls
+from odc.memory import HostLanes, driver_calls
 from odc.movers import choice, driver
 from odc.movers import cpu as cpu_mover
 from odc.movers.choice import mover_for
@@ -240,6 +240,36 @@ def test_kernels_that_cannot_be_built_leave_the_data_to_torch(
         with pytest.raises(UnsupportedError, match="no kernel runs on cuda:0: RuntimeError: Failed to find C compiler"):
             mover_for(Settings(kernels="triton"), cuda)
         assert tried == [cuda], "once a process"
+    finally:
+        choice._kernels_run.cache_clear(), choice._failure.cache_clear()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "full",
+    [torch.OutOfMemoryError("full"), RuntimeError("Triton Error [CUDA]: out of memory")],
+    ids=["torch", "triton"],
+)
+def test_a_full_device_says_nothing_of_kernels(
+    full: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or the rank would do without them from then on, though there is room later."""
+
+    def fails(*_: object) -> None:
+        raise full
+
+    monkeypatch.setattr("odc.movers.triton.launch_one", fails)
+    choice._kernels_run.cache_clear(), choice._failure.cache_clear()
+    cuda = torch.device("cuda", 0)
+    try:
+        with pytest.raises(type(full)):
+            mover_for(Settings(), cuda)
+        monkeypatch.setattr("odc.movers.triton.launch_one", lambda device: None)
+        mover = mover_for(Settings(), cuda)
+        monkeypatch.setattr(type(mover), "prepare", fails)
+        with pytest.raises(type(full)):
+            choice.prepare_mover(mover, Settings(), cuda, 1, HostLanes(), [], True)
+        assert not caplog.messages
     finally:
         choice._kernels_run.cache_clear(), choice._failure.cache_clear()
 

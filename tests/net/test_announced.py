@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -39,6 +40,9 @@ def test_a_process_id_of_another_host_is_not_taken() -> None:
     one = JobStore(dist.HashStore(), 20.0, 7)
     one.set("odc/process/1", json.dumps([1, "another host"]))
     assert process_of(one, 1) is None
+    one.delete_key("odc/process/1")
+    one.set("odc/process/1", json.dumps([os.getpid(), announced._namespace()]))
+    assert process_of(one, 1) is None, "a poll must not ask the store again and again"
 
 
 def test_a_failure_is_announced_with_its_reason() -> None:

@@ -88,7 +88,7 @@ def test_another_protocol_is_not_answered(message: bytes) -> None:
 def test_only_a_peer_with_the_secret_is_welcome() -> None:
     family = Tcp()
     with reactor() as loop:
-        listener = family.listen(loop)
+        listener = family.listen(loop, PATIENCE_S)
         with pytest.raises(HungUpError):
             family.succeed(b"x" * 32)
         assert family.succeed()

@@ -30,9 +30,11 @@ def joined(hosts: Hosts) -> tuple[socket.socket, socket.socket]:
     return client, accepted
 
 
-def cut(hosts: Hosts) -> bool:
-    """Lose all packets for so long that a first probe is lost; whether they were back before the second."""
-    begin = time.monotonic()
+def cut(hosts: Hosts, begin: float) -> bool:
+    """Lose all packets for so long that a first probe is lost; whether they were back before the second.
+
+    `begin` is a time before the last packet that was exchanged.
+    """
     hosts.drop(1)
     time.sleep(CUT_S)
     hosts.undrop(1)
@@ -85,8 +87,9 @@ def test_a_probe_that_is_lost_on_a_busy_network_is_no_death(connect: Callable[..
         for _ in range(TRIES):
             client, accepted = joined(hosts)
             with client, accepted:
+                begin = time.monotonic()
                 carries = connect(client, accepted)
-                if cut(hosts):
+                if cut(hosts, begin):
                     time.sleep(QUIET_S)
                     assert carries()
                     return

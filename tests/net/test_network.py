@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.listeners import ByHand
+from support.ports import free_ports
 
 from odc.deadlines import Deadline
 from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
@@ -201,8 +202,7 @@ def test_a_rank_that_is_stopped_for_longer_than_a_handshake_takes_is_asked_again
 def test_a_rank_that_cannot_be_reached_is_named(make: Make) -> None:
     store = dist.HashStore()
     one = make(store, 0)
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
+    (port,) = free_ports(1)
     JobStore(store, 60.0).set(_key(1), json.dumps(["127.0.0.1", port]))
     with pytest.raises(PeerLostError, match=rf"rank 0, connecting to rank 1 at 127.0.0.1:{port}: .*Settings\(address="):
         one.network.dial(1, "link 0.a")
@@ -283,11 +283,11 @@ def test_a_process_that_listens_may_open_as_many_files_as_it_needs_and_its_hard_
 def taken_below_a_free_one() -> Iterator[int]:
     """A port that is taken, and the next is free."""
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            port = taken.getsockname()[1]
+        (port,) = free_ports(1)
+        with socket.create_server(("127.0.0.1", port)):
             try:
                 socket.create_server(("127.0.0.1", port + 1)).close()
-            except (OSError, OverflowError):
+            except OSError:
                 continue
             yield port
             return
@@ -329,10 +329,10 @@ def test_a_listener_that_no_root_uses_yet_suits_all_that_would_listen_alike() ->
 
 
 def test_a_listener_that_no_root_uses_yet_moves_so_that_a_rank_has_one_port() -> None:
-    store = dist.HashStore()
-    one = HostNetwork(cast(Reactor, ByHand()), store, 0, Settings(address="127.0.0.1"))
+    store, (port,) = dist.HashStore(), free_ports(1)
+    one = HostNetwork(cast(Reactor, ByHand()), store, 0, Settings(address="127.0.0.1", ports=(port, port)))
     before = one.address
-    one.open(Settings(address="127.0.0.2", engine="sockets"))
+    one.open(Settings(address="127.0.0.2", ports=(port, port), engine="sockets"))
     assert one.address[0] == "127.0.0.2"
     assert json.loads(store.get(_key(0))) == list(one.address)
     with pytest.raises(ConnectionRefusedError):

@@ -6,7 +6,9 @@ Two ranks, one backward a minibatch unless noted otherwise, so equal means to th
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +16,6 @@ import torch.distributed.checkpoint as dcp
 from support.compare import differences
 from support.models import (
     Case,
-    Tiny,
     adamw,
     clip,
     make,
@@ -28,15 +29,21 @@ from support.models import (
 from support.on_ranks import on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
 from support.ranks import Pools
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import distribute_tensor
 
 import odc
 from odc import fully_shard
 
 PROGRAMS = Programs()
+
+
+def added_if(torch_can: bool) -> Callable[[Any], Any]:
+    return PROGRAMS.add if torch_can else lambda program: program
 
 
 @PROGRAMS.add
@@ -49,6 +56,51 @@ def two_forwards_before_one_backward(shard_with: Make, rank: int, world: int) ->
         optimizer.step()
         optimizer.zero_grad()
     return own_parameters(model)  # type: ignore[return-value]
+
+
+@added_if(hasattr(FSDPModule, "set_reduce_scatter_unused_params"))
+def a_branch_that_no_rank_takes(shard_with: Make, rank: int, world: int) -> Result:
+    """A unit is used by no rank in the second step, but by all before and after."""
+    torch.manual_seed(0)
+    model: Any = Branches()
+    for part in (model.always, model.sometimes, model):
+        shard_with(part, mesh=init_device_mesh("cpu", (world,)))
+    model.set_reduce_scatter_unused_params(True)
+    optimizer, seen = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1), dict[str, torch.Tensor | None]()
+    for number, all_of_it in enumerate((True, False, True)):
+        model(torch.full((2, 4), rank + 1.0), all_of_it).sum().backward()
+        seen |= {f"{number} {name}": one for name, one in own_gradients(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return {**seen, **own_parameters(model)}
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, all_of_it: bool) -> torch.Tensor:
+        return self.sometimes(self.always(x)) if all_of_it else self.always(x)
+
+
+@added_if(hasattr(_fsdp_common, "_disable_functorch_if_active"))
+def a_directional_derivative(shard_with: Make, rank: int, world: int) -> Result:
+    """As of MeanFlow's loss: torch.func.jvp through the model, first thing in a minibatch, and a backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    for part in (model[0], model[2], model):
+        shard_with(part, mesh=init_device_mesh("cpu", (world,)))
+    x, seen = torch.arange(8.0).view(2, 4) + rank, dict[str, torch.Tensor | None]()
+    for number in range(2):
+        out, along = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        (out - along).square().sum().backward()
+        seen |= {f"{number} {name}": one for name, one in own_gradients(model).items()} | {f"{number}": along.detach()}
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad, alpha=0.01)
+                parameter.grad = None
+    return seen
 
 
 @PROGRAMS.add
@@ -180,29 +232,15 @@ def freeze_then_unfreeze(shard_with: Make, rank: int, world: int) -> Result:
 
 
 @PROGRAMS.add
-def another_forward_method(shard_with: Make, rank: int, world: int) -> Result:
-    model, optimizer = new(shard_with)
-    register_fsdp_forward_method(model, "hidden")
-    seen: Result = {}
-    for number in range(2):
-        x = tokens(rank, number, 0)
-        hidden = model.hidden(x)
-        hidden.square().mean().backward()
-        seen[f"hidden{number}"] = hidden.detach()
-        clip(model, 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {**seen, **own_parameters(model)}
-
-
-def _hidden(self: Tiny, x: torch.Tensor) -> torch.Tensor:
-    h = self.embed(x)
-    for layer in self.layers:
-        h = layer(h)
-    return h
-
-
-Tiny.hidden = _hidden  # type: ignore[attr-defined]
+def modules_in_one_unit(shard_with: Make, rank: int, world: int) -> Result:
+    mesh = init_device_mesh("cpu", (world,))
+    model = make(PLAIN)
+    shard_with([model.layers[0], model.layers[1]], mesh=mesh)
+    shard_with([model.norm, model.head], mesh=mesh)
+    shard_with(model, mesh=mesh)
+    optimizer = adamw(model)
+    losses = {f"loss{number}": step(model, optimizer, rank, number) for number in range(2)}
+    return {**losses, **own_parameters(model)}
 
 
 @PROGRAMS.add
@@ -237,6 +275,23 @@ def fused_adamw(shard_with: Make, rank: int, world: int) -> Result:
     for number in range(3):
         step(model, optimizer, rank, number)
     return own_parameters(model)  # type: ignore[return-value]
+
+
+@PROGRAMS.add
+def a_step_and_clipping_that_are_compiled(shard_with: Make, rank: int, world: int) -> Result:
+    """With another root alive, whose hooks are those of the process."""
+    torch._dynamo.reset()
+    model, _ = new(shard_with, Case(((1, 1),), layers=1))
+    optimizer = adamw(model)
+    clipped = torch.compile(torch.nn.utils.clip_grad_norm_, backend="eager")
+    stepped = torch.compile(optimizer.step, backend="eager")
+    norms = {}
+    for number in range(3):
+        backward(model, rank, number)
+        norms[f"norm{number}"] = clipped(list(model.parameters()), 0.5).full_tensor()
+        stepped()
+        optimizer.zero_grad()
+    return {**own_parameters(model), **norms}
 
 
 @PROGRAMS.each()

@@ -137,18 +137,6 @@ def frozen_in_another_dtype(shard_with: Make, rank: int, world: int) -> Result:
 
 
 @PROGRAMS.add
-def modules_in_one_unit(shard_with: Make, rank: int, world: int) -> Result:
-    mesh = init_device_mesh("cpu", (world,))
-    model = make(PLAIN)
-    shard_with([model.layers[0], model.layers[1]], mesh=mesh)
-    shard_with([model.norm, model.head], mesh=mesh)
-    shard_with(model, mesh=mesh)
-    optimizer = adamw(model)
-    losses = {f"loss{number}": step(model, optimizer, rank, number) for number in range(2)}
-    return {**losses, **own_parameters(model)}
-
-
-@PROGRAMS.add
 def some_parameters_ignored(shard_with: Make, rank: int, world: int) -> Result:
     model = make(PLAIN)
     ignored = model.norm.weight

@@ -124,5 +124,6 @@ def test_over_hosts_too(host_ranks: Callable[[int, int], Any]) -> None:
 def test_a_line_that_is_left_out_of_the_code_is_noticed(ranks: Pools, line: str) -> None:
     """By an assertion of `check_protocol` in some rank, or by the comparison with the model."""
     job = Job(2)
+    assert callable(getattr(MemberProtocol, line)), "it has another name now"
     with pytest.raises((RanksFailed, AssertionError)):
         compare(job, ranks(2).run(recorded, job, line))

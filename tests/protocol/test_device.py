@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+import gc
+import itertools
+import weakref
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from support.members import BF16, F32, F64, HeapGroup, gradients
 from odc.errors import WaitTimeoutError
 from odc.memory import RobustMutex
 from odc.movers import choice
-from odc.protocol import Gradient, Outcome, layout, regions
+from odc.protocol import Gradient, Outcome, UnitSpec, device, layout, regions
 from odc.settings import ACCUMULATE_MODES, Settings
 
 MATRICES = [[(f"w{i}", 3000, BF16) for i in range(4)], [("v", 40, BF16), ("b", 5, BF16)]]
@@ -161,6 +164,29 @@ def test_how_blocks_are_added_is_kept_by_their_headers_alone(
                 totals = [set(group.layouts[0].mine.accumulator(unit).tolist()) for unit in group.units]
                 assert totals == [{value} for value in expected]
         assert len(added) - before == (0 if kept > 1 else 4), "of the last turn"
+
+
+def test_of_blocks_that_never_come_again_only_so_many_are_kept(
+    deferred: list[DeferredLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a layer of experts nearly every drain has other parts of the accumulator."""
+    monkeypatch.setattr("odc.protocol.device._KEPT", 4)
+    with HeapGroup([[(f"w{i}", 8, F32) for i in range(8)]], 2, by_hand=True) as group:
+        group.publish_all()
+        mover, parts = group.layouts[0].mover, list[weakref.ref[torch.Tensor]]()
+        assert isinstance(mover, DeferredMover)
+        addition = mover.addition
+
+        def noted(totals: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]]) -> Any:
+            parts.extend(map(weakref.ref, totals))
+            return addition(totals, values)
+
+        monkeypatch.setattr(mover, "addition", noted)
+        for first, end in itertools.combinations(range(9), 2):
+            push(group, deferred[1], 1, 0, gradients(group.units[0], 2, 1.0)[first:end])
+            group.drain(0)
+        gc.collect()
+        assert len(parts) == 36 and sum(part() is not None for part in parts) <= 4
 
 
 def test_blocks_that_overlap_are_added_one_after_the_other(
@@ -340,3 +366,15 @@ def test_owners_get_the_parts_of_a_gradient_in_turn(
             push(group, deferred[0], 0, 0, gradients(group.units[0], 3, 1.0))
         assert [group.layouts[owner].mine.sent.load(0) for owner in (1, 2)] == [2, 2]
         assert deferred[0].settled - before == 2, "for the gradients; one wait for four blocks"
+
+
+def test_what_was_worked_out_for_few_sets_of_gradients_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer of experts nearly every push has gradients of others."""
+    monkeypatch.setattr(device, "_KEPT", 2)
+    unit = UnitSpec.build(0, "experts", [(f"w{i}", 4, F32) for i in range(4)], F32)
+    route: Any = device.DeviceRoute.__new__(device.DeviceRoute)
+    route._kept, route._others = {}, []
+    for params in itertools.combinations(range(4), 2):
+        gradients = [Gradient(param, torch.zeros(4)) for param in params]
+        found = [run for run, _ in route._runs_of(unit, gradients)]
+        assert found == [run for run, _ in route._runs_of(unit, gradients)] and len(route._kept) <= 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.linked import HOSTS
 from support.members import BF16, F16, F32, F64, HeapGroup, Layout
 
 from odc.memory import MUTEX_BYTES
@@ -106,6 +107,16 @@ def test_a_ring_has_two_slots_at_least_and_no_more_bytes_than_it_may_take(
 
 
 LAYOUT: Layout = [[("a", 5, F32), ("b", 3, BF16)], [("c", 7, BF16)], [("empty", 0, F32)]]
+
+
+def test_counts_of_pushes_are_of_the_members_of_a_host() -> None:
+    """A row for every rank of a large job would be some 100 MB of each heap, where experts are parameters."""
+    with HeapGroup(LAYOUT, 4, hosts=HOSTS) as group:
+        layout, parameters = group.layouts[1], 4
+        assert layout.heap.bytes_by_name()["pushes"] == 8 * len(layout.grid.local) * parameters
+        for number, source in enumerate(layout.grid.local):
+            layout.mine.pushes(source).fill_(number + 1)
+        assert layout.mine.all_pushes().tolist() == [[1] * parameters, [2] * parameters]
 
 
 @pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)

@@ -44,6 +44,24 @@ def test_publish_casts_to_the_compute_dtype_and_then_opens_the_epoch(group: Heap
     assert endpoint.protocol.epoch == layout.peer(0).board.load(Word.PUBLISHED) == 1
 
 
+def test_an_epoch_is_published_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the checks as well: its PUBLISHING is stored once."""
+
+    def interrupted(units: object) -> None:
+        raise KeyboardInterrupt
+
+    with HeapGroup(LAYOUT, 2, settings=Settings(check_protocol=True)) as group:
+        endpoint = group.members[0]
+        shards = [[torch.ones(p.numel) for p in unit.params] for unit in group.units]
+        with monkeypatch.context() as patch:
+            patch.setattr(group.layouts[0], "clear", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                endpoint.shards.publish(shards, [False, False])
+        assert endpoint.protocol.board.load(Word.PUBLISHING) == 1
+        endpoint.shards.publish(shards, [False, False])
+        assert endpoint.protocol.board.load(Word.PUBLISHED) == 1
+
+
 @pytest.mark.parametrize("accumulate", ACCUMULATE_MODES)
 def test_publish_zeroes_the_accumulators_that_were_used(accumulate: Accumulate) -> None:
     with HeapGroup(LAYOUT, 2, settings=Settings(accumulate=accumulate)) as group:

@@ -46,6 +46,13 @@ def die_on(rank: int, world: int, culprit: int) -> None:
         die("now")
 
 
+def crash_on(rank: int, world: int, culprit: int) -> None:
+    dist.all_reduce(torch.ones(1))  # by then no rank is on its way into the group any more
+    if rank == culprit:
+        os.abort()
+    dist.all_reduce(torch.ones(1))
+
+
 def report_then_wait(rank: int, world: int) -> str:
     report({"rank": rank})
     time.sleep(600 if rank == 0 else 0)
@@ -104,7 +111,7 @@ def test_an_exception_is_shown_with_its_rank_and_the_pool_is_rebuilt(ranks: Pool
 def test_a_timeout_shows_the_stack_and_kills_the_pool(ranks: Pools) -> None:
     before = [pid for pid, *_ in ranks(2).run(add_ranks, 0)]
     with pytest.raises(RanksFailed, match=re.compile(r"rank 0 .*no answer.*in sleep_on", re.DOTALL)) as failure:
-        ranks(2).run(sleep_on, 0, timeout=3.0)
+        ranks(2).run(sleep_on, 0, timeout=30.0)
     assert "rank 1" not in str(failure.value)
     assert not processes_of(before)
     assert len(ranks(2).run(add_ranks, 0)) == 2
@@ -122,6 +129,19 @@ def test_a_rank_that_raised_as_it_exited_shows_why() -> None:
     assert "WaitTimeoutError: rank 1 has not left" in left.describe()
     raised = RankOutcome(0, 7, exit_code=1, output=stated, answered=True, error="ValueError", trace="ValueError: no")
     assert "a warning" in raised.describe() and "[rank0]" not in raised.describe()
+
+
+def test_a_rank_that_crashed_shows_what_came_before_its_stacks() -> None:
+    output = "earlier\n" * 5000 + "terminate called\nFatal Python error: Aborted\n" + "  File a\n" * 5000
+    crashed = RankOutcome(1, 7, exit_code=-6, output=output).describe()
+    assert "terminate called\nFatal Python error: Aborted\n  File a" in crashed
+    assert len(crashed) < 7000
+
+
+def test_a_rank_that_crashed_is_shown_before_one_that_missed_it(ranks: Pools) -> None:
+    crash_first = re.compile(r"rank 1 .*exit code -6.*Fatal Python error: Aborted.*rank 0 .*in crash_on", re.DOTALL)
+    with pytest.raises(RanksFailed, match=crash_first):
+        ranks(2).run(crash_on, 1)
 
 
 def test_a_trace_begins_anew_with_each_function(ranks: Pools) -> None:
@@ -187,12 +207,13 @@ ranks = RankProcesses(2, once=False)
 print(*ranks.pids, flush=True)
 time.sleep(600)
 """
+    held = memfds_of(os.getpid())
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
         assert len(pids) == 2
         process.kill()
-    assert_nothing_left(pids, shared_files())
+    assert_nothing_left(pids, shared_files(), held)
 
 
 def test_the_fork_server_has_one_thread_and_is_replaced_when_it_is_gone() -> None:
@@ -205,6 +226,31 @@ def test_the_fork_server_has_one_thread_and_is_replaced_when_it_is_gone() -> Non
     assert [outcome.value for outcome in ranks.outcomes] == ["1"]
     server.close()
     assert fork_server((("ODC_TEST", "1"),), ("torch", "odc.fsdp")) is not server
+
+
+def folder_and_variable() -> tuple[str, str | None]:
+    return os.getcwd(), os.environ.get("ODC_TEST")
+
+
+def test_ranks_have_the_folder_and_the_variables_of_the_moment_they_are_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The process that forks them was started before."""
+
+    def found() -> tuple[str, str | None]:
+        ranks = RankProcesses(fork_server(), [0], once=True)
+        ranks.send(task(folder_and_variable))
+        assert ranks.answers(600.0, 0.0) and ranks.ended(600.0)
+        value: tuple[str, str | None] = ranks.outcomes[0].value
+        return value
+
+    monkeypatch.setenv("ODC_TEST", "1")
+    assert found() == (os.getcwd(), "1")
+    monkeypatch.setenv("ODC_TEST", "2")
+    monkeypatch.chdir(tmp_path)
+    assert found() == (str(tmp_path), "2")
+    monkeypatch.delenv("ODC_TEST")
+    assert found() == (str(tmp_path), None)
 
 
 def say_much_and_end(times: int) -> str:
@@ -258,26 +304,27 @@ def parent_of(pid: int) -> int:
 
 
 def test_a_child_left_behind_is_found() -> None:
+    held = memfds_of(os.getpid())
     with spawn_ranks(1, leave_child) as job:
         pids = job.pids
         job.wait()
     with pytest.raises(AssertionError, match="processes live on"):
-        assert_nothing_left(pids, shared_files(), within_s=0.2)
+        assert_nothing_left(pids, shared_files(), held, within_s=0.2)
     for pid in processes_of(pids):
         os.kill(pid, signal.SIGKILL)
-    assert_nothing_left(pids, shared_files())
+    assert_nothing_left(pids, shared_files(), held)
 
 
 def test_a_shared_memory_file_left_behind_is_found() -> None:
-    before = shared_files()
+    before, held = shared_files(), memfds_of(os.getpid())
     left = Path(f"/dev/shm/odc-harness-{os.getpid()}")
     left.touch()
     try:
         with pytest.raises(AssertionError, match="left in /dev/shm"):
-            assert_nothing_left([], before)
+            assert_nothing_left([], before, held)
     finally:
         left.unlink()
-    assert_nothing_left([], before)
+    assert_nothing_left([], before, held)
 
 
 def test_memfds_are_seen() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import odc
 from odc.errors import ConfigError, HeapMemoryError, PeerLostError, UnsupportedError
 from odc.memory import FreeMemory
-from odc.recovery import generations, slots
+from odc.recovery import generations, process_group, slots
+from odc.recovery.generations import GenerationOver
+from odc.recovery.process_group import GenerationGroup
 
 
 @pytest.fixture
@@ -35,6 +37,24 @@ def recovery(environment: None) -> Iterator[odc.Recovery]:
         yield found
 
 
+def test_a_death_before_the_first_state_is_kept_is_named(recovery: odc.Recovery, monkeypatch: Any) -> None:
+    """What a collective has brought since may be anything, and there is nothing to go back to."""
+
+    def cut_short(self: GenerationGroup, tensors: object) -> None:
+        raise GenerationOver
+
+    monkeypatch.setattr(GenerationGroup, "settle", cut_short)
+    with pytest.raises(PeerLostError, match="rank 0: a rank has ended before all had kept a first state"):
+        recovery.protect(*trained())
+
+
+def test_the_network_is_opened_by_the_settings_of_the_model(environment: None, monkeypatch: Any) -> None:
+    made, seen, wanted = cast(Any, dist), list[object](), odc.Settings(lost_after_s=30.0)
+    monkeypatch.setattr(process_group, "announce_rank", lambda timeout_s, settings: seen.append(settings))
+    with odc.Recovery(made.HashStore(), rejoin_s=5.0, settings=wanted):
+        assert seen == [wanted]
+
+
 def trained(mesh: Any = None) -> tuple[Any, torch.optim.Optimizer]:
     model = odc.fully_shard(nn.Linear(4, 4), mesh=mesh)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,11 +73,75 @@ def test_a_job_of_one_rank_trains(recovery: odc.Recovery) -> None:
     assert (recovery.step, recovery.generation, recovery.recoveries) == (6, 0, 0)
 
 
+def test_another_first_step_than_the_jobs_is_refused(environment: None) -> None:
+    """All ranks were lost before they had kept a later one, and a newer checkpoint is there."""
+    made: Any = dist
+    store = made.HashStore()
+    store.set(generations.PREFIX + "first", "3")
+    with odc.Recovery(store, rejoin_s=5.0) as recovery:
+        model, optimizer = trained()
+        with pytest.raises(ConfigError, match="the job began at step 3 and has kept none since, .* gives first=5"):
+            recovery.protect(model, optimizer, first=5)
+
+
 def test_a_step_that_fails_is_not_counted(recovery: odc.Recovery) -> None:
     recovery.protect(*trained())
     with pytest.raises(ZeroDivisionError), recovery.attempt():
         raise ZeroDivisionError
     assert recovery.step == 0
+
+
+def test_an_attempt_without_a_minibatch_is_not_kept(recovery: odc.Recovery) -> None:
+    """Another rank may be any number of such steps behind."""
+    model, optimizer = trained()
+    recovery.protect(model, optimizer)
+    kept = []
+    for step in recovery.steps(5):
+        with recovery.attempt():
+            if step in (2, 4):
+                model(torch.ones(2, 4)).sum().backward()
+        kept.append(recovery._held.own.steps())
+    assert kept == [[0], [0], [0, 3], [0, 3], [3, 5]]
+    assert recovery._generations._store.check(["past"])
+
+
+def test_a_model_that_odc_has_not_sharded_is_kept_after_each_step(recovery: odc.Recovery) -> None:
+    """Its program lets the ranks meet, by an all-reduce for instance."""
+    model = nn.Linear(4, 4)
+    recovery.protect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in recovery.steps(2):
+        with recovery.attempt():
+            pass
+    assert recovery._held.own.steps() == [1, 2]
+
+
+def test_modes_of_before_the_loop_are_noted(recovery: odc.Recovery) -> None:
+    model, optimizer = trained()
+    model.eval()
+    recovery.protect(model, optimizer)
+    model.train()
+    for step in recovery.steps(2):
+        with recovery.attempt():
+            assert model.training, f"step {step}"
+            model(torch.ones(2, 4)).sum().backward()
+            if step == 0 and not recovery.recoveries:
+                model.eval()
+                raise generations.GenerationOver
+
+
+def test_a_process_that_begins_where_no_first_state_was_kept_warns(environment: None, caplog: Any) -> None:
+    """A broadcast of weights before `protect` has no other rank any more."""
+    made: Any = dist
+    store = made.HashStore()
+    store.set(generations.PREFIX + "generation", "1")
+    with odc.Recovery(store, rejoin_s=5.0) as recovery:
+        recovery.protect(*trained())
+    assert "rank 0 begins in generation 1 with the weights that its program has built" in caplog.text
+
+
+def test_a_process_that_begins_with_all_others_does_not_warn(recovery: odc.Recovery, caplog: Any) -> None:
+    recovery.protect(*trained())
+    assert "begins in generation" not in caplog.text
 
 
 def abandoned(model: Any) -> None:
@@ -125,6 +209,21 @@ def test_a_process_without_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match="RANK and WORLD_SIZE"):
         odc.Recovery()
+
+
+@pytest.mark.parametrize("rank", ["1", "-1"])
+def test_a_rank_outside_of_the_world_is_refused(environment: None, monkeypatch: Any, rank: str) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(ConfigError, match=f"RANK={rank} must be from 0 to 0, since WORLD_SIZE=1"):
+        odc.Recovery()
+
+
+@pytest.mark.parametrize("port", ["0", "65536"])
+def test_a_port_that_is_none_is_refused(environment: None, monkeypatch: Any, port: str) -> None:
+    for name, text in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} must be from 1 to 65535"):
+        odc.Recovery(rejoin_s=1.0)
 
 
 class Averaged(torch.optim.SGD):

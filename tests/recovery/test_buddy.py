@@ -197,7 +197,7 @@ class Generation:
 def waiting(generation: Generation, work: Callable[[threading.Event], None]) -> Buddies:
     """Buddies of a rank that have begun what waits for rank 1."""
     made: Any = Buddies
-    found: Buddies = made(generation, {})
+    found: Buddies = made(generation, {}, Settings())
     found._begin(1, "rank 1 to show the state of rank 2 after step 7", work)
     return found
 
@@ -276,7 +276,7 @@ def test_the_wait_for_a_ward_ends_as_soon_as_the_job_is_aborted(
         assert release.wait(PATIENCE_S)
 
     generation: Any = Generation(1)  # it is not asked
-    one = Buddies(generation, {})  # type: ignore[arg-type]
+    one = Buddies(generation, {}, Settings())  # type: ignore[arg-type]
     one._begin(0, "rank 0 to show its state", work)
     (root,) = rejoin.live_roots()
     timer = threading.Timer(0.05, lambda: root.member.protocol.abort("rank 3 died", 3))
@@ -289,11 +289,26 @@ def test_the_wait_for_a_ward_ends_as_soon_as_the_job_is_aborted(
     assert lost.value.culprit == 3 and not generation.checks
 
 
+def test_states_cross_by_the_settings_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, wanted = list[Settings](), Settings(lost_after_s=30.0)
+
+    def noted(settings: Settings) -> None:
+        seen.append(settings)
+        raise KeyError("no network")
+
+    monkeypatch.setattr(buddy, "host_network", noted)
+    generation, held = Generation(1), SimpleNamespace(own_share=Share(0, 0))
+    generation.presences = {0: SimpleNamespace(host="a"), 1: SimpleNamespace(host="b")}  # type: ignore[attr-defined]
+    with pytest.raises(KeyError, match="no network"):
+        Buddies(generation, held, wanted).open(None)  # type: ignore[arg-type]
+    assert seen == [wanted]
+
+
 @pytest.mark.parametrize("model", [0.2], indirect=True)
 def test_a_ward_has_as_long_as_in_any_wait_of_the_model(model: Any, release: threading.Event) -> None:
     """By `Settings.timeout_s`, not by the time for ranks to come back; from its last call into odc on."""
     generation: Any = Generation(1, 0.0)
-    one = Buddies(generation, {})  # type: ignore[arg-type]
+    one = Buddies(generation, {}, Settings())  # type: ignore[arg-type]
     one._begin(0, "rank 0 to show its state", held_up(release))
     with pytest.raises(WaitTimeoutError, match=r"to show its state: rank 0 has not called into odc for 0\.2 s"):
         one.settle()
@@ -323,7 +338,7 @@ def test_ranks_divide_a_state_anew_without_one_that_does_not_show_it(monkeypatch
     }
     for name, part in parts.items():
         monkeypatch.setattr(one, name, part, raising=False)
-    one.step = 4
+    one.step, one._first = 4, 0
     with pytest.raises(GenerationOver):
         one._divide_anew(Agreed(0, 4))
     assert generation.left

@@ -62,3 +62,10 @@ def test_a_replacement_that_comes_in_time_changes_nothing(tmp_path: Path) -> Non
     (tmp_path / "back.1").touch()
     found = run(tmp_path, 3, STEPS, [Leave(1, 2, "forward", back=0)], fewest=1, rejoin_s=60.0)
     assert_equals_its_phases(found, [3])
+
+
+def test_a_process_joins_at_a_step_that_is_kept(tmp_path: Path) -> None:
+    found = run(tmp_path, 3, STEPS, [Leave(1, 2, "forward", back=5)], fewest=1, every=3)
+    assert_equals_its_phases(found, [2, 3])
+    for place in (0, 2):
+        assert [step for step in found[place].done if step > 2] == [3, 4, 5, 6, 7], "none is done twice"

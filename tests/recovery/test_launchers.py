@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ import pytest
 import torch
 import yaml
 from support import recovering
+from support.ports import free_ports
 from support.recovering import run, unequal
 
 RANKS = 2
@@ -41,9 +41,7 @@ def recipe(heading: str, language: str) -> str:
     text = PAGE.split(f"\n## {heading}\n")[1]
     found = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
     assert found, heading
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return found[1].replace("29500", str(free.getsockname()[1]))
+    return found[1].replace("29500", str(free_ports(1)[0]))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +95,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def ended_well(launcher: subprocess.Popen[str]) -> None:
-    errors = launcher.communicate(timeout=240)[1]
+    errors = launcher.communicate(timeout=800)[1]
     assert launcher.returncode == 0, errors[-4000:]
 
 

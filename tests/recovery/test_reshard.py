@@ -11,6 +11,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from odc import fully_shard
 from odc.errors import ConfigError, UnsupportedError
@@ -140,3 +142,54 @@ def test_an_optimizer_whose_state_has_no_layout_is_refused(group: Any) -> None:
     plain.step()
     with pytest.raises(UnsupportedError, match="WithPlainState keeps 'seen', a plain tensor, for a sharded parameter"):
         TrainingState([model], [plain], {}).refuse_undivided()
+
+
+def test_moments_go_back_though_each_unit_had_a_mesh_of_its_own(group: Any) -> None:
+    group(0, 2)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 8))
+    for unit in (*model, model):
+        fully_shard(unit)
+    assert len({id(parameter.device_mesh) for parameter in model.parameters()}) > 1
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = TrainingState([model], [optimizer], {})
+    tensors, text = state.take()
+    kept = [tensor.clone() for tensor in tensors]
+    group(0, 1)
+    shard_anew(sharded_groups(model), 1)
+    state.put(kept, text, lambda number, cut: torch.cat([kept[number]] * 2, cut.dim))
+    for parameter in model.parameters():
+        moment = optimizer.state[parameter]["exp_avg"]
+        assert moment.device_mesh == parameter.device_mesh
+        assert moment.to_local().shape == parameter.shape
+
+
+def test_a_state_on_another_mesh_than_the_parameters_is_refused(group: Any) -> None:
+    group(0, 2)
+    model: Any = nn.Linear(4, 4)
+    fully_shard(model)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+    own = nn.ParameterDict({"own": distribute_tensor(torch.zeros(4), mesh)})
+    TrainingState([model], [], {}).take()
+    with pytest.raises(UnsupportedError, match="recovery is for states on meshes of parameters"):
+        TrainingState([model], [], {"own": own}).take()
+
+
+def test_models_whose_meshes_have_other_names_keep_them(group: Any) -> None:
+    group(0, 2)
+    models: Any = [nn.Linear(4, 6), nn.Linear(6, 8)]
+    fully_shard(models[0])
+    fully_shard(models[1], mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shards",)))
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = TrainingState(models, [optimizer], {})
+    tensors, text = state.take()
+    state.put([tensor.clone() for tensor in tensors], text)
+    assert all(optimizer.state[one]["exp_avg"].device_mesh == one.device_mesh for one in parameters)
+    with pytest.raises(UnsupportedError, match="where the number of ranks changes, all units need the same mesh"):
+        state.refuse_undivided()

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.listeners import status_of
 from support.recovering import Death, run
 from torch import nn
 
 import odc
 from odc.recovery.generations import Generations
-from odc.runtime.daemon import ask_all, process_status
+from odc.runtime.daemon import process_status
 from odc.trace import GIVEN_UP, MAIN, RECOVERY, WINDOW, Span, breakdown, write_trace
 
 
@@ -67,7 +68,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def shown() -> Any:
-    (mine,) = [status for status in ask_all() if status.pid == os.getpid()]
+    (mine,) = status_of([os.getpid()])
     return mine.recovery
 
 
@@ -85,6 +86,7 @@ def test_status_shows_generation_and_kept_step(environment: None, monkeypatch: p
         model: Any = odc.fully_shard(nn.Linear(4, 4))
         recovery.protect(model, optimizer := torch.optim.SGD(model.parameters(), lr=0.1))
         with recovery.attempt():
+            model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
         assert shown() == {"generation": 0, "recoveries": 0, "kept": 1, "connecting": False}
     assert "recovery" not in process_status and shown() is None

@@ -12,6 +12,7 @@ import torch
 
 from odc.errors import HeapMemoryError, UnsupportedError
 from odc.memory import FreeMemory
+from odc.memory.mapping import Mapping
 from odc.recovery import slots as module
 from odc.recovery.members import Share
 from odc.recovery.slots import Slots
@@ -65,6 +66,21 @@ def test_a_state_may_grow() -> None:
     kept.write(1, [torch.arange(100_000.0)], b"x" * 10_000)
     assert_holds(kept, 0)
     assert torch.equal(kept.read(1)[0][0], torch.arange(100_000.0))
+
+
+def test_a_text_that_grows_seldom_maps_its_slots_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefault, mapped = Mapping.prefault, []
+
+    def counted(self: Mapping, *arguments: Any, **options: Any) -> None:
+        mapped.append(self.nbytes)
+        prefault(self, *arguments, **options)
+
+    kept, steps = Slots.create(Share(0, 0)), 200
+    monkeypatch.setattr(Mapping, "prefault", counted)
+    for step in range(steps):
+        kept.write(step, [torch.zeros(100_000)], b"x" * (step * 1000))
+    assert kept.read(steps - 1)[1] == b"x" * ((steps - 1) * 1000)
+    assert len(mapped) < steps / 5, "and not at each page"
 
 
 def test_a_writer_that_ends_in_the_middle_leaves_the_other_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,96 @@ def test_a_learning_rate_in_a_tensor_stays_that_tensor() -> None:
     assert float(rate) > changed
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same objects", "new objects"])
+def test_modes_and_frozen_parameters_are_put_back(elsewhere: bool) -> None:
+    """A rank that is lost in an evaluation leaves the others in its mode."""
+    one = Trained(OPTIMIZERS["sgd"])
+    one.model[1].eval()
+    one.model[0].requires_grad_(False)
+    kept = one.take()
+    one.model.eval().requires_grad_(True)
+    other = Trained(OPTIMIZERS["sgd"]) if elsewhere else one
+    other.state.put(*kept)
+    assert other.model.training
+    assert [module.training for module in other.model] == [True, False, True, True]
+    assert [parameter.requires_grad for parameter in other.model.parameters()] == [False] * 2 + [True] * 4
+
+
+def test_the_first_attempts_modes_are_those_of_its_beginning() -> None:
+    """A model is often switched to training, and parts of it frozen, between `protect` and the loop."""
+    one = Trained(OPTIMIZERS["sgd"])
+    one.model.eval()
+    kept = one.take()
+    one.model.train()
+    one.model[0].requires_grad_(False)
+    one.state.begin()
+    one.model.eval()
+    one.state.begin()  # of a later attempt
+    one.state.put(*kept, first=True)
+    assert all(module.training for module in one.model.modules())
+    assert [parameter.requires_grad for parameter in one.model.parameters()] == [False] * 2 + [True] * 4
+    one.state.put(*kept)
+    assert not one.model.training, "a later step's modes are those that were kept"
+
+
+def test_a_buffer_that_an_interrupted_forward_computed_is_put_back() -> None:
+    one = Trained(OPTIMIZERS["sgd"])
+    one.model.register_buffer("memory", torch.zeros(2))
+    kept = one.take()
+    one.model.memory = torch.ones(2, requires_grad=True) * 3
+    one.state.put(*kept)
+    assert one.model.memory.tolist() == [0.0, 0.0]
+
+
+def test_other_parameter_groups_are_refused_and_nothing_is_changed() -> None:
+    kept, other = Trained(OPTIMIZERS["sgd"]).take(), Trained(OPTIMIZERS["sgd"], seed=1)
+    before = other.weights()
+    other.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    with pytest.raises(ConfigError, match=r"kept state has 1 parameter groups of SGD, this process 2: add all of them"):
+        other.state.put(*kept)
+    assert all(torch.equal(mine, old) for mine, old in zip(other.weights(), before, strict=True))
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an entry of its state that is no parameter's, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> Any:
+        if "k" not in self.state:
+            self.state["k"] = torch.tensor([0])  # type: ignore[index]
+        self.state["k"] += 1  # type: ignore[index]
+        return super().step(closure)
+
+
+def test_optimizer_state_that_is_no_parameters_is_kept() -> None:
+    one = Trained(lambda p: Counting(p, lr=0.1, momentum=0.9))
+    one.step()
+    kept = one.take()
+    one.step()
+    one.state.put(*kept)
+    assert int(one.optimizer.state["k"]) == 1  # type: ignore[index,call-overload]
+    one.state.refuse_undivided()
+
+
+def test_a_scaler_whose_iteration_was_given_up_begins_anew() -> None:
+    model, scaler = nn.Linear(4, 4), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState([model], [optimizer], {"scaler": scaler})
+
+    def step(*, lost_in_clipping: bool = False) -> None:
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        scaler.unscale_(optimizer)
+        if not lost_in_clipping:
+            scaler.step(optimizer)
+            scaler.update()
+
+    step()
+    kept, text = state.take()
+    tensors = [tensor.clone() for tensor in kept]
+    step(lost_in_clipping=True)
+    state.put(tensors, text)
+    step()
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

@@ -28,7 +28,7 @@ def under_torchrun(*program: object) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-4000:]

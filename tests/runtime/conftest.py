@@ -33,7 +33,7 @@ def server() -> Iterator[Daemon]:
 
 @pytest.fixture
 def victim() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(3600)"])
     yield process
     process.kill()
     process.wait()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import socket
 import struct
@@ -59,6 +60,7 @@ def test_a_peer_may_come_up_later(side: Make) -> None:
 
 
 def test_descriptors_are_given_back(side: Make) -> None:
+    gc.collect()
     before = descriptors()
     left, right = side(0).announce(), side(1).announce()
     for _ in range(3):
@@ -70,7 +72,7 @@ def test_descriptors_are_given_back(side: Make) -> None:
     left.close()
     right.close()
     left.close()
-    assert descriptors() == before
+    until(lambda: descriptors() <= before)
 
 
 # refusals ------------------------------------------------------------------------------------------------------------
@@ -78,11 +80,12 @@ def test_descriptors_are_given_back(side: Make) -> None:
 
 def test_a_wrong_token_is_refused(side: Make) -> None:
     left, _ = side(0).announce(), side(1).announce(token="guessed")
+    gc.collect()
     before = descriptors()
     with pytest.raises(PeerLostError, match="rank 10, attaching to rank 13: wrong token") as caught:
         left.layout.peer(1).attach()
     assert caught.value.culprit == 13
-    until(lambda: descriptors() == before, "the other side's end, which its thread may still hold")
+    until(lambda: descriptors() <= before, "the other side's end, which its thread may still hold")
 
 
 def test_descriptors_that_come_with_a_refusal_are_closed(side: Make) -> None:

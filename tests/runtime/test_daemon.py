@@ -71,6 +71,7 @@ def test_dismiss_returns_when_the_heap_is_no_longer_touched(group: HeapGroup, se
     assert draining.wait(60.0)
     dismissing = threading.Thread(target=lambda: (server.dismiss(service)(), calls.append("dismissed")))
     dismissing.start()
+    dismissing.join(0.2)
     assert calls == ["in"]
     go_on.set()
     dismissing.join(60.0)

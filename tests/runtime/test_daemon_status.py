@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -12,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.listeners import served
+from support.listeners import PATIENCE_S, asked_alone, served, status_of
 from support.rank_worker import report
 from support.ranks import RankProcesses, spawn_ranks
 from support.waiting import until
 from torch import nn
 
 from odc.cli.status import status, table
+from odc.net.requests import ask
 from odc.runtime.daemon import RankStatus, ask_all
 
 WIDTH = 32
@@ -46,9 +48,13 @@ def train_and_linger(rank: int, world: int, go_on: str) -> None:
     odc.shutdown()
 
 
-def of_pids(pids: list[int]) -> list[RankStatus]:
-    """Other jobs may run on this host."""
-    return [answer for answer in ask_all() if answer.pid in pids]
+MODULE = sys.modules["odc.runtime.daemon"]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`odc status` waits for busy ranks as tests do."""
+    monkeypatch.setattr(MODULE, "ask_all", functools.partial(ask_all, PATIENCE_S))
 
 
 @contextmanager
@@ -56,7 +62,7 @@ def job(folder: Path) -> Iterator[RankProcesses]:
     """Two ranks, the second of which waits for the first; they are let go at the end."""
     with spawn_ranks(2, train_and_linger, str(folder / "go on")) as ranks:
         ranks.until_reported(1)
-        until(lambda: any(root["waits_for"] == 0 for one in of_pids(ranks.pids[1:]) for root in one.roots))
+        until(lambda: any(root["waits_for"] == 0 for one in status_of(ranks.pids[1:]) for root in one.roots))
         yield ranks
         (folder / "go on").touch()
         assert [outcome.exit_code for outcome in ranks.wait()] == [0, 0]
@@ -64,8 +70,9 @@ def job(folder: Path) -> Iterator[RankProcesses]:
 
 def test_another_process_sees_what_every_rank_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with job(tmp_path) as ranks:
-        answers = of_pids(ranks.pids)
-        status(as_json=True)
+        answers = status_of(ranks.pids)
+        with asked_alone(ranks.pids):
+            status(as_json=True)
         printed = [one for one in json.loads(capsys.readouterr().out) if one["pid"] in ranks.pids]
     assert [(answer.rank, answer.pid, answer.error) for answer in answers] == [
         (0, ranks.pids[0], None),
@@ -84,7 +91,7 @@ def test_another_process_sees_what_every_rank_does(tmp_path: Path, capsys: pytes
     assert first["slots"] >= 2 and first["slots_in_use"] == 0
     assert first["heap_bytes"] == second["heap_bytes"] > 2 * 2 * UNIT_BYTES
     assert [(one["rank"], len(one["roots"]), one["error"]) for one in printed] == [(0, 1, None), (1, 1, None)]
-    assert of_pids(ranks.pids) == [], "nothing is left to ask after the job"
+    assert status_of(ranks.pids) == [], "nothing is left to ask after the job"
 
 
 # listeners that are not well -----------------------------------------------------------------------------------
@@ -94,7 +101,7 @@ def test_another_process_sees_what_every_rank_does(tmp_path: Path, capsys: pytes
 def prefix(monkeypatch: pytest.MonkeyPatch) -> str:
     """Names of this test alone."""
     prefix = f"odc-test.{time.monotonic_ns()}."
-    monkeypatch.setattr(sys.modules["odc.runtime.daemon"], "LISTENER_PREFIX", prefix)
+    monkeypatch.setattr(MODULE, "LISTENER_PREFIX", prefix)
     return f"{prefix}{os.getuid()}"
 
 
@@ -116,13 +123,17 @@ def test_answers_come_by_rank_and_process(prefix: str) -> None:
         served(f"{prefix}.2.77.ab", answering([{"root": "b"}])),
         served(f"{prefix}.2.8.ab", answering([{"root": "a"}])),
     ):
-        found = [(answer.rank, answer.pid, answer.roots) for answer in ask_all()]
+        found = [(answer.rank, answer.pid, answer.roots) for answer in ask_all(PATIENCE_S)]
     assert found == [(2, 8, [{"root": "a"}]), (2, 77, [{"root": "b"}]), (10, 5, [{"root": "c"}])]
 
 
-def test_a_rank_that_does_not_answer_is_shown_as_such(prefix: str) -> None:
+def test_a_rank_that_does_not_answer_is_shown_as_such(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(address: str, request: dict[str, Any], timeout_s: float) -> Any:
+        return ask(address, request, 2.0 if ".99." in address else timeout_s)
+
+    monkeypatch.setattr(MODULE, "ask", asked)
     with listening(f"{prefix}.3.99.ab"), served(f"{prefix}.4.98.ab", answering([])):
-        silent, other = ask_all(timeout_s=2.0)
+        silent, other = ask_all(PATIENCE_S)
     assert (silent.rank, silent.pid, silent.roots) == (3, 99, [])
     assert silent.error is not None and silent.error.startswith("TimeoutError")
     assert other == RankStatus(4, 98, [])
@@ -131,14 +142,14 @@ def test_a_rank_that_does_not_answer_is_shown_as_such(prefix: str) -> None:
 @pytest.mark.parametrize("reply", [{"error": "what?"}, {"roots": None}])
 def test_an_answer_that_is_not_odcs_is_shown_as_an_error(prefix: str, reply: dict[str, Any]) -> None:
     with served(f"{prefix}.3.99.ab", lambda request, peer: (reply, ())):
-        (answer,) = ask_all()
+        (answer,) = ask_all(PATIENCE_S)
     assert answer.roots == [] and answer.error is not None
 
 
 @pytest.mark.parametrize("name", [".nonsense", ".1", ".1.x.ab", ".-1.5.ab", ".1.5", ".1.5.a.b"])
 def test_names_that_no_daemon_has_are_passed_over(prefix: str, name: str) -> None:
     with listening(prefix + name):
-        assert ask_all() == []
+        assert ask_all(PATIENCE_S) == []
 
 
 # the table -----------------------------------------------------------------------------------------------------------

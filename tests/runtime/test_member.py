@@ -12,6 +12,7 @@ from support.members import F32, member_of_pool
 from support.on_ranks import on_ranks
 
 from odc.errors import UnsupportedError
+from odc.protocol import Word
 from odc.runtime import member
 from odc.settings import Settings
 
@@ -37,3 +38,15 @@ def test_a_member_that_cannot_be_made_gives_its_memory_back(rank: int, world: in
     assert memory_files() == before
     with member_of_pool(rank, world, "2.abc", layout, Settings()):
         assert memory_files() > before
+
+
+@on_ranks(1)
+def test_a_call_into_one_root_is_progress_in_all(rank: int, world: int) -> None:
+    """A rank that waits for this one in the first must not give it up while it computes with the second."""
+    layout = [[("w", 8, F32)]]
+    with member_of_pool(rank, world, "3.abc", layout, Settings()) as first:
+        with member_of_pool(rank, world, "4.abc", layout, Settings()) as second:
+            before = first.protocol.board.load(Word.PROGRESS)
+            second.protocol.touch("beginning a forward")
+            assert first.protocol.board.load(Word.PROGRESS) == before + 1
+        first.protocol.touch("after the second has ended")

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.silent import silent_once_a_rank_is_lost
+from support.waiting import until
 
 from odc import Settings
 from odc.errors import HeapMemoryError, LayoutMismatchError, PeerLostError, UnsupportedError, WaitTimeoutError
@@ -44,6 +45,7 @@ def on_threads(ranks: int, run: Callable[[int], Any]) -> dict[int, Any]:
         thread.start()
     for thread in threads:
         thread.join(120.0)
+    assert len(found) == ranks, "a thread hangs"
     return found
 
 
@@ -89,6 +91,8 @@ def test_ranks_that_wait_end_with_the_first_that_gives_up() -> None:
     shared = dist.HashStore()
 
     def live(rank: int) -> Any:
+        if rank == 0:
+            until(lambda: shared.check(["m/1"]))
         return AllRanks(store_of(shared, rank, 0.3 if rank == 0 else 60.0), "m", 3, rank).gather("", "start")
 
     found = on_threads(2, live)

@@ -33,7 +33,7 @@ def test_files(tmp_path: Path) -> None:
     assert set(drawn.tolist()) == {5, 6}
 
 
-@pytest.mark.parametrize("text", ["", "five", json.dumps({"text": "x"}), "0"])
+@pytest.mark.parametrize("text", ["", "five", json.dumps({"text": "x"}), "0", f"[7, {2**63}]", "[1e400]"])
 def test_files_without_lengths(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(text)
@@ -44,6 +44,8 @@ def test_files_without_lengths(tmp_path: Path, text: str) -> None:
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(ConfigError, match="longalign"):
         lengths_named("longalgin")
+    with pytest.raises(ConfigError, match="longalign"):
+        lengths_named("a" * 300)  # longer than the name of a file may be
 
 
 def test_a_datasets_folder(tmp_path: Path) -> None:

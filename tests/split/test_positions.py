@@ -65,6 +65,13 @@ def test_other_positions_are_refused(kind: str, wrong: Tensor) -> None:
         model(**{**inputs, "position_ids": wrong})
 
 
+def test_positions_may_have_moved_to_a_device() -> None:
+    """Nothing of a tensor on the meta device can be read: the comparison has come to its result."""
+    model, inputs = prepared("own")
+    with pytest.raises(RuntimeError, match="cannot be called on meta tensors"):
+        model(**{**inputs, "position_ids": POSITIONS.to("meta")})
+
+
 def test_a_model_within_another_is_guarded() -> None:
     """A model that is not guarded gets no further than its first layer."""
 

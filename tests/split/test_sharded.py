@@ -93,8 +93,7 @@ def test_three_steps_of_adamw(ranks: Any, name: str, world: int, dtype: str, che
 @pytest.mark.parametrize(
     ("kind", "world"), [("llama", 4), ("qwen2", 2), ("qwen3", 3), ("mistral", 4), ("gpt2", 2), ("mixtral", 3)]
 )
-@pytest.mark.parametrize(("checkpoint", "keep"), [(False, True), (True, False)])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("dtype", "checkpoint", "keep"), [("float64", False, True), ("float32", True, False)])
 def test_three_steps_of_every_kind(
     ranks: Any, name: str, kind: str, world: int, dtype: str, checkpoint: bool, keep: bool
 ) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
+import time
 import uuid
 from typing import Any
 
@@ -17,10 +20,11 @@ from support.on_ranks import on_ranks
 from support.rank_worker import die
 from support.ranks import spawn_ranks
 from support.split_jobs import LONGEST, Minibatch, add_whole, gradient_error, loss_of, model_of, step_of, tokens_of
+from torch.utils.checkpoint import checkpoint
 
 from odc.balance import Plan, SplitSample
 from odc.errors import OdcError, PeerLostError, PlanError, UnsupportedError, WaitTimeoutError
-from odc.split import Splitter
+from odc.split import Splitter, ranks_of_host
 
 
 def splitter_of(model: Any, name: str, **more: Any) -> Splitter:
@@ -126,8 +130,20 @@ def test_a_plan_that_does_not_fit_is_refused_before_the_first_piece(rank: int, w
         next(splitter.pieces(Minibatch([(60, [0, 1], "zigzag")]).plan(5)))
     hosts = splitter_of(model_of("own"), name, node=2)
     with pytest.raises(PlanError, match=r"on several hosts: ranks \[1, 2\]"):
-        next(hosts.pieces(Minibatch([(60, [1, 2], "zigzag")]).plan(world)))
+        next(hosts.pieces(Minibatch([(60, [1, 2], "zigzag")]).plan(world)))  # rank 2 has no neighbour on its host
+    # On the last host fewer ranks than `node` refuse no other plan than all others do.
+    hosts._refuse(Minibatch([(60, [0, 1], "zigzag")]).plan(world))
     assert list(splitter.pieces(Minibatch([], [(5, 0)]).plan(world))) == []
+
+
+@on_ranks(3)
+def test_hosts_of_unequally_many_ranks_are_refused_on_all(rank: int, world: int, name: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        assert ranks_of_host() == 1
+        patch.setenv("LOCAL_WORLD_SIZE", "2" if rank < 2 else "1")
+        with pytest.raises(UnsupportedError, match=r"equally many ranks on every host; there are \[1, 2\]"):
+            ranks_of_host()
 
 
 @on_ranks(2)
@@ -166,6 +182,33 @@ def test_frozen_layers(rank: int, world: int, name: str) -> None:
             parameter.requires_grad_(False)
     splitter = splitter_of(model, name, layers=None)
     minibatch = Minibatch([(40, [0, 1], "zigzag"), (60, [1, 0], "zigzag")])
+    step_of(model, splitter, minibatch, rank, world)
+    add_whole(like, minibatch)
+    assert gradient_error(model, like) <= 1e-12
+    splitter.close()
+
+
+@on_ranks(2)
+def test_frozen_attention_of_a_layer_that_is_recomputed(rank: int, world: int, name: str) -> None:
+    """The layer's MLP is trained, so backward recomputes its attention, and reads the peer's keys again."""
+    model: Any = model_of("llama", torch.float64)
+    like: Any = model_of("llama", torch.float64)
+    for layer in model.model.layers:  # transformers' own checkpointing would have the embeddings require gradients
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    for one in (model, like):
+        lowest = one.model.layers[0]
+        for module in (one.model.embed_tokens, lowest.input_layernorm, lowest.self_attn):
+            module.requires_grad_(False)
+    splitter = splitter_of(model, name, layers=None)
+    splitter.prepare()
+    calls = itertools.count()
+
+    def late_in_recompute(*_: Any) -> None:
+        if rank == 1 and next(calls) % 2:  # the peer could come to the next sample meanwhile
+            time.sleep(0.5)
+
+    model.model.layers[0].self_attn.register_forward_pre_hook(late_in_recompute)
+    minibatch = Minibatch([(40, [0, 1], "zigzag"), (60, [1, 0], "zigzag"), (50, [0, 1], "zigzag")])
     step_of(model, splitter, minibatch, rank, world)
     add_whole(like, minibatch)
     assert gradient_error(model, like) <= 1e-12
@@ -215,7 +258,7 @@ def test_slices_that_differ_are_named_where_the_peers_keys_lie_there_already(ran
 def test_a_deadline_names_the_rank_that_did_not_come(rank: int, world: int, name: str) -> None:
     """Rank 1 does not come to the only split sample, but has made its splitter."""
     model = model_of("own")
-    splitter = splitter_of(model, name, timeout_s=3.0)
+    splitter = splitter_of(model, name, timeout_s=15.0)
     splitter.prepare()
     splits = [(40, [0, 1], "zigzag")]
     dist.barrier()

@@ -59,7 +59,7 @@ class Job:
 
     def status(self) -> dict[str, Any]:
         """The answer of the owner's daemon."""
-        root: dict[str, Any] = ask(self.servers[OWNER].address, {"op": "status"}, DEADLINE_S / 2).reply["roots"][0]
+        root: dict[str, Any] = ask(self.servers[OWNER].address, {"op": "status"}, DEADLINE_S).reply["roots"][0]
         return root
 
     def dismiss(self, then: Callable[[], None]) -> Callable[[], None]:
@@ -70,7 +70,7 @@ class Job:
 @contextmanager
 def busy_job(accumulate: str = "server") -> Iterator[Job]:
     """A job whose members have published."""
-    settings = Settings(timeout_s=DEADLINE_S / 2, accumulate=accumulate)
+    settings = Settings(timeout_s=DEADLINE_S, accumulate=accumulate)
     servers: list[Daemon] = []
     with threaded_heaps() as lanes, _ServedGroup(servers, ONE_UNIT, 2, settings=settings) as group:
         servers += [Daemon(rank) for rank in group.ranks]

@@ -41,7 +41,7 @@ from odc.kernels.pack import elements_of_tile, pack_kernel
 from odc.kernels.patch import patch_kernel
 from odc.kernels.publish import publish_kernel
 from odc.kernels.put import put_kernel
-from odc.kernels.round import BLOCK, keep_kernel, round_kernel, unround_kernel
+from odc.kernels.round import BLOCK, add_rounded_kernel, keep_kernel, round_kernel
 
 #: Types of the kernels' arguments by name; what is not here is an int64.
 TYPES = {
@@ -94,7 +94,7 @@ def first() -> Iterator[Variant]:
     yield "patch", patch_kernel, {"WORD": tl.int16}
     blocks = {"BLOCKS": TILE_BYTES // 4 // BLOCK}
     yield "round", round_kernel, blocks
-    yield "unround", unround_kernel, blocks
+    yield "add-rounded", add_rounded_kernel, blocks
     yield "keep", keep_kernel, blocks
 
 

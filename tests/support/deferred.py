@@ -227,10 +227,8 @@ class LateRounding:
     def write(self, total: torch.Tensor, memory: torch.Tensor) -> None:
         self._lanes.ask(lambda: self._unit.write(total, memory))
 
-    def read(self, memory: torch.Tensor) -> torch.Tensor:
-        found = torch.full((self._unit.numel,), 777.0)
-        self._lanes.ask(lambda: found.copy_(self._unit.read(memory)))  # type: ignore[arg-type,return-value]
-        return found
+    def add(self, total: torch.Tensor, memory: torch.Tensor, into: torch.Tensor) -> None:
+        self._lanes.ask(lambda: self._unit.add(total, memory, into))
 
     def keep(self, total: torch.Tensor, memory: torch.Tensor, residual: torch.Tensor, used: Sequence[bool]) -> None:
         self._lanes.ask(lambda: self._unit.keep(total, memory, residual, used))

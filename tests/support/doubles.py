@@ -61,24 +61,33 @@ def ragged(move: Rearrangement, seed: int) -> list[torch.Tensor]:
     """One tensor an example, of ragged rows, its values unlike any other's."""
     draw = np.random.default_rng(seed)
     rows = draw.integers(0, 5, len(move.order))
-    return [100.0 * i + torch.arange(float(count) * 3).view(count, 3) for i, count in enumerate(rows.tolist())]
+    return [
+        100.0 * i + torch.arange(float(count) * 3, device="cpu").view(count, 3) for i, count in enumerate(rows.tolist())
+    ]
 
 
 def joined(examples: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.cat(examples) if examples else like[:0]
 
 
-def moves(rank: int, world: int, kind: str, seeds: list[int]) -> None:
-    """Move random rows by random plans, and look where every one of them arrives."""
-    with exchange_of(kind, rank, world, ["data"]) as exchange:
+def moves(rank: int, world: int, kind: str, seeds: list[int], default_device: str = "cpu") -> None:
+    """Move random rows by random plans, in CPU memory whatever torch's default is, and look where each one arrives."""
+    with torch.device(default_device), exchange_of(kind, rank, world, ["data", "seeds"]) as exchange:
+        assert [one.tolist() for one in exchange.gather(1, "seeds", np.array(seeds))] == [seeds] * world
         for step, seed in enumerate(seeds, 1):
             plan = random_move(world, 5, seed)
             values = ragged(plan, seed)
             dtype = DTYPES[seed % len(DTYPES)]
             fields = {
-                "rows": (values, torch.zeros(0, 3)),
-                "other": ([one[:, :2].to(dtype).view(-1, 1, 2) for one in values], torch.zeros(0, 1, 2, dtype=dtype)),
-                "one": ([torch.tensor([i]) for i in range(len(values))], torch.zeros(0, dtype=torch.int64)),
+                "rows": (values, torch.zeros(0, 3, device="cpu")),
+                "other": (
+                    [one[:, :2].to(dtype).view(-1, 1, 2) for one in values],
+                    torch.zeros(0, 1, 2, dtype=dtype, device="cpu"),
+                ),
+                "one": (
+                    [torch.tensor([i], device="cpu") for i in range(len(values))],
+                    torch.zeros(0, dtype=torch.int64, device="cpu"),
+                ),
             }
             given, expected, rows = {}, {}, {}
             for name, (examples, like) in fields.items():

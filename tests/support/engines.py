@@ -74,7 +74,7 @@ class EnginePeer:
 
     def _dial(self, rank: int, check: Check) -> socket.socket:
         host, port = self._store.get(f"{self._name}/{rank}").decode().split(":")
-        connection = socket.create_connection((host, int(port)), 2.0)
+        connection = socket.create_connection((host, int(port)), PATIENCE_S)
         try:
             converse(connection, begin_handshake(SECRET, self.rank, PURPOSE), Deadline(PATIENCE_S))
         except BaseException:

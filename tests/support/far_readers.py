@@ -79,17 +79,21 @@ class Moved:
 
 
 @contextmanager
-def far_reader(job: Job, near: tuple[int, ...] = (), **options: Any) -> Iterator[tuple[Reader, Copying]]:
-    """A reader to which all members but those of `near` are on another host."""
+def far_handle(job: Job, near: tuple[int, ...] = ()) -> Iterator[tuple[str, Copying]]:
+    """A handle to whose readers, made meanwhile, all members but those of `near` are on another host."""
     owners = json.loads(job.handle)["owners"]
     for member, owner in enumerate(owners):
         if member not in near:
             owner |= {"host": "elsewhere", "listener": ["elsewhere", 1]}
     engine = Copying(job)
-    with (
-        mock.patch.object(reader, "WeightEngine", return_value=engine),
-        Reader(changed(job.handle, owners=owners), **options) as made,
-    ):
+    with mock.patch.object(reader, "WeightEngine", return_value=engine):
+        yield changed(job.handle, owners=owners), engine
+
+
+@contextmanager
+def far_reader(job: Job, near: tuple[int, ...] = (), **options: Any) -> Iterator[tuple[Reader, Copying]]:
+    """A reader to which all members but those of `near` are on another host."""
+    with far_handle(job, near) as (handle, engine), Reader(handle, **options) as made:
         yield made, engine
 
 
@@ -150,7 +154,7 @@ class Weights:
                     new[spec.published_offset :][: spec.nbytes] = shard.to(spec.dtype).view(torch.uint8)
                 old = mine.published_bytes(unit, epoch - 1)[: unit.published_bytes]
                 first = not mine.versions(unit).load(VersionWord.CHANGED)
-                packed = -1 if first else published._packed(unit, old, new, epoch)
+                packed = -1 if first else published._packed(unit, old, new, published._declines(unit))
                 yield
                 place, half = mine.published_bytes(unit, epoch), unit.published_bytes // 32 * 16
                 place[:half] = new[:half]

@@ -31,7 +31,7 @@ from support.models import Case, build, tokens
 from support.rank_worker import die, report
 
 STEP = 2  # the one that the fault comes in
-DEADLINE_S = 10.0  # of a job in which a rank hangs
+DEADLINE_S = 30.0  # of a job in which a rank hangs
 ERROR = "the tokenizer ran out of words"
 
 Moment = Literal[

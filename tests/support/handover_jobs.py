@@ -133,13 +133,11 @@ def numbered(width: int, device: torch.device, settings: Settings) -> tuple[Numb
     return model, fully_shard(model, mesh=mesh, settings=settings)
 
 
-def publish_without_pause(
-    rank: int, world: int, stop: str, width: int, settings: Settings, last: int, device: str
-) -> int:
+def publish_without_pause(rank: int, world: int, stop: str, width: int, settings: Settings, device: str) -> int:
     """Publish version after version, each with its number in every element, until the file `stop` is there.
 
-    Rank 0 sends the weight handle, then every hundredth version; returns the number of the last, which is `last` or two
-    later than rank 0 has found the file. No collective: one would fail in a survivor before odc names a killed rank.
+    Rank 0 sends the weight handle, then every hundredth version; returns the number of the last, two later than
+    rank 0 has found the file. No collective: one would fail in a survivor before odc names a killed rank.
     """
     model, sharded = numbered(width, own_device(rank) if device == "cuda" else torch.device(device), settings)
     model.fill(1)
@@ -148,7 +146,7 @@ def publish_without_pause(
     if rank == 0:
         report(weight_handle(sharded))
     number, ending = version(sharded), Path(f"{stop} at")
-    while number != last and not (ending.exists() and ending.read_text() == str(number)):
+    while not (ending.exists() and ending.read_text() == str(number)):
         number += 1
         model.fill(number)
         sharded.publish()
@@ -162,10 +160,10 @@ def publish_without_pause(
 
 @contextmanager
 def publishing_job(
-    tmp_path: Path, *, width: int = 64, last: int = 0, device: str = "cpu", **settings: Any
+    tmp_path: Path, *, width: int = 64, device: str = "cpu", **settings: Any
 ) -> Iterator[tuple[RankProcesses, str]]:
     """Two ranks that publish without pause, and their weight handle."""
-    arguments = str(tmp_path / "stop"), width, Settings(**settings), last, device
+    arguments = str(tmp_path / "stop"), width, Settings(**settings), device
     with spawn_ranks(2, publish_without_pause, *arguments) as running:
         running.until_reported(1, [0])
         yield running, running.outcomes[0].reports[0]

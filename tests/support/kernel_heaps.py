@@ -101,7 +101,7 @@ def failures_of_threads(count: int, work: Callable[[int], None], timeout_s: floa
         thread.start()
     for thread in threads:
         thread.join(timeout_s)
-    return wrong
+    return wrong + [f"thread {number} hangs" for number, thread in enumerate(threads) if thread.is_alive()]
 
 
 def numbers(seed: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -77,8 +78,8 @@ def assert_nothing_left(
         lambda: f"the end of ranks: processes live on: {processes_of(sessions)}",
         within_s,
     )
-    marks = ["odc", *map(str, sessions)]
-    left = [name for name in shared_files() - files_before if any(mark in name for mark in marks)]
+    marks = re.compile("|".join(["odc", *(rf"(?<!\d){pid}(?!\d)" for pid in sessions)]))
+    left = [name for name in shared_files() - files_before if marks.search(name)]
     assert not left, f"left in /dev/shm: {left}"
 
     # A mapping lives as long as the last tensor on it; heaps of earlier tests may still wait for the cycle collector.

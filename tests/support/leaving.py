@@ -38,12 +38,16 @@ class Leave(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What a process has at the end: how many ranks did each step, weights and moments, random numbers, layouts."""
+    """What a process has at the end: how many ranks did each step, weights and moments, random numbers, layouts.
+
+    `done` are the steps that it has ended, in order, each as often as it has.
+    """
 
     worlds: list[int]
     state: dict[str, list[torch.Tensor]]
     random: torch.Tensor
     layouts: int
+    done: list[int]
 
 
 class Phase(NamedTuple):
@@ -74,7 +78,8 @@ def data(step: int, rank: int, world: int) -> torch.Tensor:
 def build() -> tuple[Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, 17), nn.GELU(), nn.Linear(17, WIDTH)) for _ in range(2)]
-    model: Any = nn.Sequential(*blocks, nn.LayerNorm(WIDTH))
+    # The root's shape is no other unit's: torch's cache of how tensors are sharded would give it the other's mesh.
+    model: Any = nn.Sequential(*blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7))
     settings = Settings(reproducible=True, timeout_s=60, check_protocol=True)
     for block in model[:2]:
         fully_shard(block, settings=settings)
@@ -106,10 +111,10 @@ def train(folder: str, steps: int, leaves: Sequence[Leave], options: dict[str, A
     fate.watch(StateSlot, "fill", "keep", after=True)
     fate.watch(FormerLayout, "part", "divide")
     fate.watch(Generations, "ready", "ready")
-    with odc.Recovery(**{"rejoin_s": 8.0, **options}) as recovery:
+    with odc.Recovery(**{"rejoin_s": 15.0, **options}) as recovery:
         fate.step = recovery.step
         model, optimizer = build()
-        history = History()
+        history, done = History(), list[int]()
         torch.manual_seed(place)
         recovery.protect(model, optimizer, history=history)
         for step in recovery.steps(steps):
@@ -119,8 +124,9 @@ def train(folder: str, steps: int, leaves: Sequence[Leave], options: dict[str, A
                 do_step(model, optimizer, step, fate)
                 torch.rand(1)
                 history.worlds.append(recovery.world)
+                done.append(step)
         layouts = {share.layout for share in recovery._held}
-        return Ended(history.worlds, whole(model, optimizer), torch.get_rng_state(), len(layouts))
+        return Ended(history.worlds, whole(model, optimizer), torch.get_rng_state(), len(layouts), done)
 
 
 def _let_back(folder: Path, step: int, leaves: Sequence[Leave], recovery: odc.Recovery) -> None:

@@ -7,15 +7,18 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from odc.hosts.links import Links
 from odc.net.liveness import Loss
 from odc.protocol import Word
 from odc.runtime import Endpoint
 from odc.runtime.service import Service
-from support.members import HeapGroup
+from odc.settings import Settings
+from support.members import F32, HeapGroup, Layout
 
 HOSTS = (0, 0, 1, 1)  # members 0 and 2 are partners, and 1 and 3
+LAYOUT: Layout = [[("w", 8, F32), ("b", 2, F32)], [("v", 4, F32)]]
 _PATIENCE_S = 60.0
 
 
@@ -24,6 +27,13 @@ def connection() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         return one, listener.accept()[0]
+
+
+def two_hosts_unlinked(**options: Any) -> HeapGroup:
+    """Four members on `HOSTS`, attached to those of their host; `options` are of `Settings`."""
+    group = HeapGroup(LAYOUT, 4, settings=Settings(timeout_s=60.0, **options), hosts=HOSTS)
+    group.attach_local()
+    return group
 
 
 class Linked:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import sys
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
+from unittest import mock
 
 from odc.deadlines import CONVERSATION_S, Deadline
 from odc.net.conversation import converse
@@ -17,6 +19,7 @@ from odc.net.listener import Listener
 from odc.net.reactor import Reactor, Registration
 from odc.net.requests import ask, frame, serve_requests
 from odc.net.tcp import bind
+from odc.runtime.daemon import RankStatus, ask_all
 
 SECRET = b"s" * 32
 PATIENCE_S = 60.0
@@ -78,11 +81,26 @@ def echo(request: dict[str, Any], peer: PeerCredentials) -> tuple[dict[str, Any]
 def served(name: str, handler: Callable[..., Any] = echo) -> Iterator[Listener[None]]:
     """A Unix listener that answers requests, for the length of the block."""
     with reactor() as loop:
-        listener = serve_requests(loop, name, handler)
+        listener = serve_requests(loop, name, handler, PATIENCE_S)
         try:
             yield listener
         finally:
             loop.call(listener.close)
+
+
+@contextlib.contextmanager
+def asked_alone(pids: Collection[int]) -> Iterator[None]:
+    """Ranks of other jobs on this host, which may be stopped, are asked for no status."""
+    module, numbers = sys.modules["odc.runtime.daemon"], set(map(str, pids))
+    found = module.list_listeners
+    with mock.patch.object(module, "list_listeners", lambda *of: [a for a in found(*of) if numbers & {*a.split(".")}]):
+        yield
+
+
+def status_of(pids: Collection[int]) -> list[RankStatus]:
+    """What `ask_all` finds of these processes, however busy they are."""
+    with asked_alone(pids):
+        return [answer for answer in ask_all(PATIENCE_S) if answer.pid in pids]
 
 
 def raw(name: str) -> socket.socket:

@@ -35,6 +35,7 @@ class Group:
     """Stands in for a parameter group."""
 
     gradient_divide_factor: float | None = None
+    odc_fills_unused = False
 
     def __init__(self, numels: list[int]) -> None:
         self.odc_params = [Param(numel) for numel in numels]
@@ -48,11 +49,8 @@ class Iteration:
     """Stands in for what torch keeps of an iteration."""
 
     def __init__(self) -> None:
-        self.forgotten = self.resets = 0
+        self.resets = 0
         self.cut_short: str | None = None  # what an exception has ended: "forward" or "backward"
-
-    def forget_order(self) -> None:
-        self.forgotten += 1
 
     def is_last_backward(self) -> bool:
         return False

@@ -57,7 +57,7 @@ def minibatch(
         one.run(torch.zeros(1 << 16, dtype=torch.uint8), torch.zeros(1 << 16, dtype=torch.uint8))
     rounded, whole = torch.zeros(1 << 16, dtype=torch.uint8), torch.zeros(1 << 14)
     rounding.write(whole, rounded)
-    rounding.read(rounded)
+    rounding.add(whole, rounded, whole)
     rounding.keep(whole, rounded, whole, [True, False, True])
     for numel in (3, 16, 5000):
         for unit in ([dtype] for dtype in dtypes), [dtypes], [dtypes[::-1]]:

@@ -4,7 +4,8 @@
 
 runs jobs with seeds from `--seed` on until so many ranks have died, and prints those whose weights, moments, random
 numbers or place in the data are not those of a job that nothing befell, and those that failed or hung. Hosts are
-network namespaces; with one, there are none.
+network namespaces; with one, there are none. With `--delay` each packet between the first host and the others takes up
+to so many microseconds longer, another number in each job.
 """
 
 from __future__ import annotations
@@ -101,6 +102,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3 * STEPS)
     parser.add_argument("--seed", type=int, default=0, help="of the first job")
     parser.add_argument("--changes", default=COMMON.changes, help="what hosts read of each other, as in Settings")
+    parser.add_argument("--delay", type=int, default=0, help="of the network between hosts, at most: microseconds")
     given = parser.parse_args()
     seed, died, failed = given.seed, 0, list[str]()
     with contextlib.ExitStack() as stack:
@@ -110,6 +112,8 @@ def main() -> None:
         undisturbed = site.run(folder / "undisturbed", steps=given.steps)
         while died < given.kills:
             here, begun = folder / str(seed), time.monotonic()
+            if hosts is not None and given.delay:
+                hosts.delay(random.Random(seed).randrange(given.delay))
             try:
                 with limited(_HUNG_S):
                     wrong = unequal(die_at_random(site, here, seed, given.steps), undisturbed)

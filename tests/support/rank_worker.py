@@ -13,6 +13,7 @@ from typing import Any
 
 from odc.ranks.worker import load, report
 from odc.settings import Settings
+from support.interpreter import patch_once
 
 __all__ = ["die", "perform", "report"]
 
@@ -27,6 +28,8 @@ def die(after_report: Any = None) -> None:
 def perform(rank: int, world: int, where: tuple[str, str, str], args: bytes) -> Any:
     """Run a function of a test module with a trace of its own; warnings of odc are errors."""
     check_protocol()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        patch_once()
     warnings.filterwarnings("error", module=r"odc(\.|$)")
     if "odc.trace.recorder" in sys.modules:
         # A model that was dropped within a minibatch leaves its window open, which hides all later ones.

@@ -20,6 +20,7 @@ from typing import Any
 from odc.ranks import processes
 from odc.ranks.processes import PATIENCE_S, Environment, RankOutcome, RanksFailed, fork_server, task
 from support import rank_worker
+from support.waiting import until
 
 __all__ = ["INTERPRETED", "Pools", "RankOutcome", "RankPool", "RankProcesses", "RanksFailed", "spawn_ranks"]
 
@@ -28,6 +29,7 @@ INTERPRETED: Environment = (("TRITON_INTERPRET", "1"),)
 _ONE_THREAD: Environment = (("OMP_NUM_THREADS", "1"), ("OPENBLAS_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo"))
 _PRELOADED = (
     "hypothesis",
+    "numba",
     "odc",
     "odc.fsdp",
     "odc.handover",
@@ -130,10 +132,20 @@ class RankProcesses(processes.RankProcesses):
     def fail(self, why: str) -> None:
         """Show where every living rank is, kill all, raise `RanksFailed`."""
         self.show_stacks()
+        with contextlib.suppress(AssertionError):  # one that is stopped shows nothing
+            until(self._stacks_shown, "the stacks of ranks", 20.0)
         self._read_outputs()
-        text = "\n".join(outcome.describe() for outcome in self.outcomes if outcome.error or not outcome.answered)
+        failed = [one for one in self.outcomes if one.error or not one.answered]
+        failed.sort(key=lambda one: one.answered)  # first those that died: the others may only have missed them
+        text = "\n".join(outcome.describe() for outcome in failed)
         self.close()
         raise RanksFailed(f"{why}\n{text}")
+
+    def _stacks_shown(self) -> bool:
+        self._note_exits()
+        self._read_outputs()
+        asked = [one for one in self.outcomes if one.exit_code is None and not one.answered]
+        return all("most recent call first" in one.output for one in asked)
 
     def close(self) -> None:
         """Kill what still lives, wait for its end, close the files."""

@@ -160,15 +160,15 @@ def _environment(hosts: Hosts, store: Any, rank: int, per_host: int, world: int,
     }
 
 
-def kill_ranks(host: Host) -> float:
-    """Kill all ranks on a host, whose launcher lives; returns `time.monotonic()` from just before."""
+def kill_ranks(host: Host) -> int:
+    """Kill all ranks on a host, whose launcher lives; returns how many there were."""
     there = host.processes()
     launchers = {pid for pid in there if _parent(pid) not in there}
-    ranks, now = [pid for pid in there if _parent(pid) in launchers], time.monotonic()
+    ranks = [pid for pid in there if _parent(pid) in launchers]
     for pid in ranks:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return now
+    return len(ranks)
 
 
 def _parent(pid: int) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+
+from support.ports import free_ports
 
 _TOOLS = ("slurmctld", "slurmd", "srun", "sinfo")
 _CONFIGURATION = """\
@@ -42,16 +43,6 @@ def need_slurm() -> None:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         pytest.skip("needs Slurm, and root: apt-get install slurm-wlm")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 class Slurm:

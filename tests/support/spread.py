@@ -132,7 +132,12 @@ class Spread:
     def await_reads(self, me: int, count: int) -> None:
         """Wait until the threads of `me` have read so often."""
         reads = self.engines[me].reads
-        self.group.members[me].protocol.await_reads(2, "it", lambda: len(reads) == count, lambda: time.sleep(0.001))
+
+        def over(within_s: float) -> bool:
+            time.sleep(min(within_s, 0.001))
+            return len(reads) == count
+
+        self.group.members[me].protocol.await_reads(2, "it", over)
 
     def finish(self, used: list[bool]) -> None:
         """Make all members DONE, and complete what the others read."""

@@ -31,7 +31,7 @@ def run_together(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(120.0)
         assert not thread.is_alive(), "a member does not come to its end"
     if not any(isinstance(result, Exception) for result in results):
         assert not [key for key in store.list_keys() if "data/" in key], "messages that no member has read"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -13,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from support.slurm import free_ports
+from odc.errors import StaleVersionError
+from support.ports import free_ports
 from support.verl import save_tiny_tokenizer
 
 PROMPT, ANSWER = [5, 9, 14, 33], 8  # tokens, and how many are answered
@@ -28,11 +30,15 @@ ON_CPU = {
 
 def serve(parent: Any, folder: Path, handle: str) -> None:
     """A process of its own, as vLLM leaves files open: for each version that comes, what vLLM answers after reading it,
-    or the error.
+    or the error. With each comes after how many groups it is overtaken, or None. A group is one parameter, so that
+    what is one layer to vLLM comes in several.
     """
-    os.environ |= ON_CPU
+    os.environ |= ON_CPU | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     from vllm import LLM
 
+    from odc.integrations import vllm as ours
+
+    real, ours.GROUP_BYTES = ours.read_groups, 1
     engine = LLM(
         str(folder),
         tokenizer=str(folder / "tokenizer"),
@@ -46,7 +52,9 @@ def serve(parent: Any, folder: Path, handle: str) -> None:
         kv_cache_memory_bytes=16 << 20,
     )
     engine.init_weight_transfer_engine({"init_info": {"handle": handle, "timeout_s": 60.0}})
-    while (published := parent.recv()) is not None:
+    while (asked := parent.recv()) is not None:
+        published, most = asked
+        ours.read_groups = functools.partial(overtaken, real, most)
         try:
             engine.start_weight_update()
             engine.update_weights({"update_info": {"version": published}})
@@ -55,6 +63,14 @@ def serve(parent: Any, folder: Path, handle: str) -> None:
         except Exception as error:
             parent.send(str(error))
     engine.llm_engine.engine_core.shutdown()
+
+
+def overtaken(real: Any, most: int | None, *given: Any, **options: Any) -> Iterator[dict[str, Any]]:
+    """`read_groups`, until a newer version comes after so many groups."""
+    for number, group in enumerate(real(*given, **options)):
+        if number == most:
+            raise StaleVersionError("overtaken, as it were")
+        yield group
 
 
 def answered(engine: Any) -> tuple[list[int], list[float]]:

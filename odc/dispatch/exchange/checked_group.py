@@ -9,7 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
 from odc.dispatch.rearrangement import Ints
 from odc.errors import OdcError, PlanError, UnsupportedError, WaitTimeoutError
-from odc.net import JobStore, KeyValueStore
+from odc.net import JobStore
 from odc.runtime import refuse_losses
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class CheckedGroup:
     rise: those of its group do.
     """
 
-    def __init__(self, store: KeyValueStore, name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> None:
+    def __init__(self, store: Any, name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> None:
         if list(ranks) != sorted(ranks):
             raise UnsupportedError(f"an exchange of {name!r} by collectives over ranks {ranks}, which do not rise")
         self._name, self.ranks, self._timeout_s = name, ranks, timeout_s
@@ -75,7 +75,7 @@ class CheckedGroup:
 
         `refusal` is why this rank cannot go on, or empty.
         """
-        head = torch.tensor([int(bool(refusal)), *values], dtype=torch.int64)
+        head = torch.tensor([int(bool(refusal)), *values], dtype=torch.int64, device="cpu")
         if refusal:
             self._store.set(f"{self._key(self.me)}/refusal", refusal)
         heads = [torch.empty_like(head) for _ in self.ranks]
@@ -92,11 +92,11 @@ class CheckedGroup:
 
     def gather(self, what: str, values: Ints) -> list[Ints]:
         """The int64 arrays [any length] of all ranks."""
-        sizes = [torch.empty(1, dtype=torch.int64) for _ in self.ranks]
-        mine = torch.tensor([len(values)])
+        sizes = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in self.ranks]
+        mine = torch.tensor([len(values)], device="cpu")
         self.run(what, lambda: dist.all_gather(sizes, mine, group=self.group))
         counts = [int(size) for size in sizes]
-        own = torch.zeros(max(counts), dtype=torch.int64)
+        own = torch.zeros(max(counts), dtype=torch.int64, device="cpu")
         own[: len(values)] = torch.from_numpy(np.array(values, np.int64))
         found = [torch.empty_like(own) for _ in self.ranks]
         self.run(what, lambda: dist.all_gather(found, own, group=self.group))

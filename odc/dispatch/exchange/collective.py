@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from odc.dispatch.exchange.rows import Kind, as_bytes, from_bytes, instances_of_
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import FieldRoute, Route
 from odc.errors import OdcError
-from odc.net import JobStore, KeyValueStore, announce_process
+from odc.net import JobStore, announce_process
 from odc.protocol import RankGrid
 from odc.runtime import locate, refuse_losses
 
@@ -32,7 +33,7 @@ class CollectiveExchange:
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: Any,
         *,
         group: dist.ProcessGroup | None = None,
         timeout_s: float = 600.0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ from odc.dispatch.exchange.rows import as_bytes, from_bytes, instances_of_host, 
 from odc.dispatch.rearrangement import Ints
 from odc.dispatch.route import Route, Run
 from odc.errors import HeapMemoryError, OdcError, PlanError, UnsupportedError
-from odc.net import KeyValueStore
 from odc.runtime import Arena
 from odc.settings import Settings
 from odc.trace import FETCH, recorder
@@ -45,7 +45,7 @@ class OnDemandExchange:
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: Any,
         ranks: Sequence[int],
         rank: int,
         channels: Sequence[str],
@@ -118,7 +118,10 @@ class OnDemandExchange:
         except HeapMemoryError as error:
             self._arena.refuse(f"{what}: the step is refused: {error}")
             raise
-        got = {name: torch.empty(len(f.unpack), widths[name], dtype=torch.uint8) for name, f in route.fields.items()}
+        got = {
+            name: torch.empty(len(field.unpack), widths[name], dtype=torch.uint8, device="cpu")
+            for name, field in route.fields.items()
+        }
         for name, field in route.fields.items():
             _own_rows(raw[name], got[name], field.outgoing[self.me], field.incoming[self.me])
         for owner in self._arena.grid.others():
@@ -144,7 +147,7 @@ class OnDemandExchange:
         if not readers:
             return
         room = self._arena.put(channel, step, end, readers)
-        room[: _HEAD * len(self.ranks)].copy_(torch.tensor(heads).view(torch.uint8))
+        room[: _HEAD * len(self.ranks)].copy_(torch.tensor(heads, device="cpu").view(torch.uint8))
         base = room.data_ptr()
         for reader in readers:
             at = base + heads[reader]
@@ -200,6 +203,6 @@ def _copy_out(to: int, source: int, runs: list[Run], width: int) -> None:
 def _own_rows(raw: torch.Tensor, got: torch.Tensor, outgoing: list[Run], incoming: list[Run]) -> None:
     """Copy the rows that stay on this rank, through the send order."""
     rows = sum(rows for _, _, rows in outgoing)
-    between = torch.empty(rows, raw.shape[1], dtype=torch.uint8)
+    between = torch.empty(rows, raw.shape[1], dtype=torch.uint8, device="cpu")
     _copy(between.data_ptr(), raw.data_ptr(), outgoing, raw.shape[1])
     _copy_out(got.data_ptr(), between.data_ptr(), incoming, raw.shape[1])

@@ -38,7 +38,8 @@ class Exchange(Protocol):
     def per_host(self) -> int:
         """Instances of each host, as the ranks themselves report; all ranks ask together.
 
-        Raises UnsupportedError unless every host has equally many, one after the other.
+        Where hosts have unequally many, of each of the equal parts into which hosts are divided (docs/clusters.md).
+        Raises UnsupportedError unless those of a host, or part, follow each other.
         """
         ...
 
@@ -122,7 +123,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     kind = Kind(tensor.dtype, tuple(tensor.shape[1:]))
     if not tensor.numel():
         return torch.empty(rows, kind.row_bytes, dtype=torch.uint8, device=tensor.device)
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).view(rows, kind.row_bytes)
+    resolved = tensor.detach().resolve_conj().resolve_neg()  # else the bytes are those of another tensor
+    return resolved.contiguous().view(-1).view(torch.uint8).view(rows, kind.row_bytes)
 
 
 def from_bytes(raw: torch.Tensor, kind: Kind) -> torch.Tensor:

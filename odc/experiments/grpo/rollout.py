@@ -154,7 +154,9 @@ class SampleFeed:
         """The samples of `step` that are being drawn from older weights, as JSON types; waits for them. Or None."""
         if not self._config.lag or step >= self._config.steps:
             return None
-        version, samples = self._held = self._collected(step)
+        if self._held is None:  # a checkpoint and a kept step may both hold them
+            self._held = self._collected(step)
+        version, samples = self._held
         return {"version": version, "samples": [asdict(sample) for sample in samples]}
 
     def _first_handle(self) -> str | None:

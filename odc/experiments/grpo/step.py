@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.optim import AdamW
 
 from odc.arms import arm_named
-from odc.balance import Plan, cost_from_config
+from odc.balance import Plan, cost_of
 from odc.blocks import blocks_of
 from odc.errors import ConfigError
 from odc.experiments import job
@@ -103,9 +103,9 @@ class GrpoTrainer(Trainer):
 
     def __init__(self, config: GrpoConfig, task: Task | None) -> None:
         self.config, self.arm = config, arm_named(config.arm)
-        fields = config_of(model_source(config.model))
-        self.cost = cost_from_config(fields)
-        self.task = task or UpperHalf(fields["vocab_size"], config.prompts, config.prompt_tokens, config.seed)
+        model = causal_config(model_source(config.model))
+        self.cost = cost_of(model.to_dict(), warn=self._show)
+        self.task = task or UpperHalf(model.vocab_size, config.prompts, config.prompt_tokens, config.seed)
         self.done = 0  # optimizer steps
         self._before: dict[str, Any] = {"samples": None, "version": None}  # when this rank last had no feed
 
@@ -117,7 +117,9 @@ class GrpoTrainer(Trainer):
         self.model = build_model(source, dtype=torch.float32, seed=config.seed)
         shard_model(self.arm, self.model, blocks_of(self.model), config.settings())
         if self.arm.splits:
-            self.splitter = splitter_of(self.model, config.longest, config.max_tokens, config.timeout_s)
+            self.splitter = splitter_of(
+                self.model, config.longest, config.max_tokens, ranks_of_host(), config.timeout_s
+            )
         self.optimizer = AdamW(
             self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay, eps=1e-6, foreach=True
         )
@@ -174,14 +176,15 @@ class GrpoTrainer(Trainer):
             rollout_s=waited,
             train_s=sum(outcome.seconds for outcome in outcomes),
         )
-        if self.config.show and dist.get_rank() == 0:
-            print(
-                f"odc grpo: step {record.step} of {self.config.steps}: reward {record.reward:.3f}, response "
-                f"{record.response_tokens:.1f} tokens, rollout {waited:.2f} s, training {record.train_s:.2f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+        self._show(
+            f"step {record.step} of {self.config.steps}: reward {record.reward:.3f}, response "
+            f"{record.response_tokens:.1f} tokens, rollout {waited:.2f} s, training {record.train_s:.2f} s"
+        )
         return record
+
+    def _show(self, text: str) -> None:
+        if self.config.show and dist.get_rank() == 0:
+            print(f"odc grpo: {text}", file=sys.stderr, flush=True)
 
     def _updates(self, samples: Sequence[Sample], between: Callable[[], None] | None) -> list[UpdateOutcome]:
         rewards = torch.tensor([sample.reward for sample in samples])
@@ -196,7 +199,7 @@ class GrpoTrainer(Trainer):
         lengths, ranks, cap = [len(sample) for sample in samples], self.config.ranks, self.config.max_tokens
         if self.config.balance == "verl":
             return verl_plan(lengths, ranks, cap, self.cost)
-        limits = {} if self.splitter is None else {"node": ranks_of_host(), "floor": self.config.least_piece}
+        limits = {} if self.splitter is None else {"node": self.splitter.node, "floor": self.config.least_piece}
         return self.arm.plan(lengths, ranks, cap, self.cost, self.config.seed, **limits)
 
     def update(

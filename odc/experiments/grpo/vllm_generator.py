@@ -38,7 +38,7 @@ def check_vllm(source: Path) -> None:
     """Raises ConfigError, naming a remedy, if vLLM cannot draw responses of the model here; does not load vLLM."""
     if find_spec("vllm") is None:
         raise ConfigError(
-            "rollout vllm needs vLLM 0.17 or newer beside odc (docs/rl.md says how to install it for CPUs); or leave "
+            "rollout vllm needs vLLM 0.27 beside odc (docs/rl.md says how to install it for CPUs); or leave "
             "--rollout vllm out"
         )
     if not any(one.name == "odc" for one in entry_points(group="vllm.general_plugins")):

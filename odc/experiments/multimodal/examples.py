@@ -127,7 +127,7 @@ def read_examples(path: Path, geometry: TowerGeometry, *, max_tokens: int) -> li
     if not path.is_file():
         raise DataError(f"there is no file {path}")
     examples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         name = f"{path.name}:{number}"

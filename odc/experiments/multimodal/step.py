@@ -104,7 +104,7 @@ class MultimodalTrainer(Trainer):
         self._planned: Iterator[tuple[Loaded, OwnPlan]] = iter(self.loader)
 
     def finish(self) -> None:
-        next(self._planned, None)  # the loader's thread ends
+        self.loader.close()
         self.exchange.close()
 
     def result(self, measured: JobResult[Any]) -> MultimodalResult:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
+from odc.errors import ConfigError
 from odc.experiments.multimodal.config import TRANSPORTS, MultimodalConfig
 from odc.experiments.multimodal.examples import PHASES, Phase, read_examples
 from odc.experiments.multimodal.model import load_config
@@ -75,7 +76,6 @@ def figures(runs: Sequence[ArmRun], skip: int, seconds: Sequence[float]) -> dict
         "plan_s": median(step.plan_s for result in results for step in result.steps),
         "waited_s": median(step.waited_s for result in results for step in result.steps[skip:]),
         "exchange_bytes": max(result.exchange_bytes for result in results),
-        "runs": [[step.step_s for step in run.measured.steps] for run in runs],
     }
 
 
@@ -165,6 +165,8 @@ class MultimodalWorkload(Workload[MultimodalConfig]):
 
     def check(self) -> None:
         job = self.config.job
+        if job.recover:
+            raise ConfigError("recover is for odc train and odc grpo; a multimodal job ends with its first rank")
         phase_costs(load_config(job.model))
         check_output(job.output, job.resume)
         if job.spans is not None:

@@ -17,13 +17,17 @@ from odc.experiments.config import JobConfig
 from odc.experiments.data.tokenizer import Tokenizer
 from odc.experiments.text.lora import merged, write_adapter
 
+#: A folder within that of the export, in which the files lie until all are written.
+PARTIAL = ".partial"
+_CONFIGS = ("config.json", "adapter_config.json")
+
 
 def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None, config: JobConfig | None = None) -> None:
     """Writes `model` (a sharded transformers model) and its `tokenizer` to `folder`, which must be empty or missing.
 
     The adapters of a job with `config.lora` are written alone, or added into the model with `config.merge`.
-    Every rank calls it, outside a minibatch; it meets the other ranks. The folder appears once complete. Raises
-    `CheckpointError` on every rank if the disk or transformers refuses.
+    Every rank calls it, outside a minibatch; it meets the other ranks. The configuration, without which nothing loads
+    the folder, appears in it last. Raises `CheckpointError` on every rank if the disk or transformers refuses.
     """
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     together(lambda: _write(folder, model, weights, tokenizer, config), f"export: cannot write {folder}")
@@ -32,7 +36,7 @@ def export(folder: Path, model: Module, tokenizer: Tokenizer | None = None, conf
 def _write(
     folder: Path, model: Any, weights: dict[str, Any], tokenizer: Tokenizer | None, config: JobConfig | None
 ) -> None:
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder / PARTIAL  # within: the folder itself may be a link or a mount, which cannot be renamed to
     if partial.exists():
         shutil.rmtree(partial)
     if config is not None and config.lora and not config.merge:
@@ -41,9 +45,9 @@ def _write(
         _write_model(partial, model, weights, tokenizer, config if config is not None and config.merge else None)
     if tokenizer is not None:
         tokenizer.save(partial)
-    if folder.exists():
-        folder.rmdir()
-    os.rename(partial, folder)
+    for path in sorted(partial.iterdir(), key=lambda path: path.name in _CONFIGS):
+        os.rename(path, folder / path.name)
+    partial.rmdir()
 
 
 def _write_model(

@@ -74,10 +74,11 @@ def packing_error(config: Any) -> PackingError:
     right = alone(config)
     row = pack([Document("", one.numpy().astype(np.int32), np.ones(len(one), bool)) for one in right.documents])
     try:
-        model, asked = _trained(right)
-        with torch.no_grad():
-            packed = model(**row.model_inputs(labels=False)).logits[0]
-        use_document_loss(model)(**row.model_inputs()).backward()
+        with torch.device("cpu"):  # where the copy is
+            model, asked = _trained(right)
+            with torch.no_grad():
+                packed = model(**row.model_inputs(labels=False)).logits[0]
+            use_document_loss(model)(**row.model_inputs()).backward()
     except UnsupportedError:
         raise
     except Exception as error:  # of a model's own code

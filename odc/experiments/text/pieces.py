@@ -27,11 +27,11 @@ def check_splittable(source: Path) -> None:
     hook(empty_model(source))
 
 
-def splitter_of(model: Any, longest: int, max_tokens: int, timeout_s: float, keep: bool = True) -> Splitter:
-    """Splits samples of at most `longest` tokens into pieces of at most `max_tokens`, on the ranks of this host."""
+def splitter_of(model: Any, longest: int, max_tokens: int, node: int, timeout_s: float, keep: bool = True) -> Splitter:
+    """Splits samples of at most `longest` tokens into pieces of at most `max_tokens`, on the `node` ranks of a host."""
     # In zig-zag pieces of two slices each, both rounded up.
     most = min(max_tokens, -(-longest // 2) + 1)
-    return Splitter(model, longest, piece_tokens=most, keep=keep, node=ranks_of_host(), timeout_s=timeout_s)
+    return Splitter(model, longest, piece_tokens=most, keep=keep, node=node, timeout_s=timeout_s)
 
 
 class DocumentPieces:
@@ -42,8 +42,8 @@ class DocumentPieces:
     """
 
     def __init__(self, model: Any, config: JobConfig, longest: int, device: torch.device) -> None:
-        self._device, self.node, self._cap = device, ranks_of_host(), config.max_tokens
-        self._most_pieces = most_pieces(self.node)
+        self._device, self._cap, node = device, config.max_tokens, ranks_of_host()
+        self._most_pieces = most_pieces(node)
         if longest > max(self._cap, self._most_pieces * (self._cap - 2)):
             raise ConfigError(
                 f"max_tokens: a document of {longest} does not fit in {self._most_pieces} pieces of {self._cap} "
@@ -51,7 +51,7 @@ class DocumentPieces:
             )
         # The recompute of a checkpointed block puts its keys and values once more.
         keep = not config.activation_checkpointing
-        self.splitter = splitter_of(model, longest, self._cap, config.timeout_s, keep=keep)
+        self.splitter = splitter_of(model, longest, self._cap, node, config.timeout_s, keep=keep)
 
     def least_cap(self, longest: int) -> int:
         """Least cap on tokens, at most the job's own, under which a document of `longest` tokens can be planned."""

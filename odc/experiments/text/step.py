@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from odc.arms import ARM_NAMES, ArmName, arm_named
-from odc.balance import Plan, cost_from_config, queue_of
+from odc.balance import Plan, cost_of, queue_of
 from odc.blocks import blocks_of
 from odc.errors import AbandonedMinibatchError
 from odc.experiments.arms import run_minibatch, run_queue, shard_model
@@ -37,7 +37,7 @@ from odc.experiments.results import ArmRun, SkippedStep, StepRecord, totals
 from odc.experiments.text.export import export
 from odc.experiments.text.lora import add_adapters
 from odc.experiments.text.loss import loss_scale, use_document_loss
-from odc.experiments.text.model import build_model, causal_config, config_of
+from odc.experiments.text.model import build_model, causal_config
 from odc.experiments.text.packing_check import check_documents_once
 from odc.experiments.text.pieces import DocumentPieces
 from odc.experiments.text.validation import validation_loss
@@ -91,17 +91,19 @@ class TextTrainer(Trainer):
         check_documents_once(causal_config(model_source(self.config.model)), max(documents))
 
     def build(self) -> None:
-        """Builds the sharded model. Weights are drawn on the CPU, the same bits in every arm, and moved whole.
+        """Builds the sharded model. Weights are drawn on the CPU, the same bits in every arm; each unit is moved to the
+        device as it is sharded.
 
         Parameters are fp32; under "bf16" compute is in bf16 and gradients are reduced in fp32.
         """
         config, vocab = self.config, self.dataset.tokenizer.vocab_size
         source = model_source(config.model)
         model = build_model(source, vocab_size=vocab, dtype=torch.float32, seed=config.seed)
+        fields, again = model.config.to_dict(), config.activation_checkpointing
+        self.cost = cost_of(fields, checkpointing=again, warn=self.progress.note)
         if config.lora:
             add_adapters(model, config)
         use_document_loss(model)
-        model.to(self.device)
         blocks = blocks_of(model)
         if config.activation_checkpointing:
             for block in blocks:  # parameter names and hooks stay as they are
@@ -112,8 +114,6 @@ class TextTrainer(Trainer):
         options |= {"per_node": config.per_node, "optimizer_sharding": config.optimizer_sharding}
         shard_model(self.arm, model, blocks, config.settings(), self.device.type, **options)
         self.model, self.optimizer = model, adamw(model.parameters(), config)
-        fields = config_of(source) | {"vocab_size": vocab}
-        self.cost = cost_from_config(fields, checkpointing=config.activation_checkpointing)
         if self.arm.splits:
             self.pieces = DocumentPieces(model, config, max(self.dataset.lengths), self.device)
 
@@ -190,7 +190,9 @@ class TextTrainer(Trainer):
 
     def _prepare(self, documents: list[Document], max_tokens: int) -> _PlannedMinibatch:
         rank, world = dist.get_rank(), dist.get_world_size()
-        limits = {"node": self.pieces.node, "floor": self.config.piece_floor} if self.pieces is not None else {}
+        limits = (
+            {"node": self.pieces.splitter.node, "floor": self.config.piece_floor} if self.pieces is not None else {}
+        )
         plan = self.arm.plan([len(d) for d in documents], world, max_tokens, self.cost, self.config.seed, **limits)
         loads = self.arm.loads(plan, rank)
         mine = [pack([documents[i] for i in microbatch]) for microbatch, _ in loads]

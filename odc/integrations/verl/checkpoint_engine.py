@@ -29,6 +29,8 @@ _NO_ACTOR = "rollout.checkpoint_engine.backend=odc needs actor_rollout_ref.actor
 class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """On an actor's rank it publishes, in a rollout's process it reads; verl's `CheckpointEngineManager` calls both.
 
+    Where the job packs what changes, a rollout's process keeps a copy of the shards on other hosts, see `Reader`.
+
     Args:
         bucket_size: bytes that are read at once, but at least a whole parameter; a rollout process holds twice as many.
         is_master: of the actor's rank that answers for all.
@@ -38,7 +40,7 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = 600.0) -> None:
         self._bucket, self._is_master = bucket_size, is_master
         self._published: Published | None = None
-        self._reader = PublishedReader(timeout_s)
+        self._reader = PublishedReader(timeout_s, changes=True)
 
     def prepare(self) -> Published | None:
         """On every rank of the actor: publish the weights; waits until every rank is done with what was published

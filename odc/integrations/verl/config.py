@@ -54,8 +54,11 @@ def options_of(config: Any) -> EngineOptions:
     known = {*own, *(one.name for one in fields(Settings))}
     if unknown := given.keys() - known:
         raise ConfigError(f"odc has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
+    wanted = {key: value for key, value in given.items() if key not in own}
+    if getattr(config, "full_determinism", False) and not wanted.setdefault("reproducible", True):
+        raise ConfigError("engine.full_determinism=true needs sums in a fixed order: leave odc.reproducible=false out")
     try:
-        settings = Settings(**{key: value for key, value in given.items() if key not in own})
+        settings = Settings(**wanted)
     except ValueError as error:
         raise ConfigError(f"engine.odc: {error}") from error
     rebalance, split = bool(given.get("rebalance", True)), bool(given.get("split", False))

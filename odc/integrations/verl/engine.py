@@ -8,7 +8,11 @@ the engines.
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
+import logging
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,8 +28,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
-from odc.balance import Cost, cost_from_config
-from odc.errors import OdcError, PlanError, UnsupportedError
+from odc.balance import Cost, cost_of
+from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import fully_shard
 from odc.integrations.verl.config import options_of
 from odc.integrations.verl.old_policy import teach_worker
@@ -34,17 +38,17 @@ from odc.integrations.verl.pieces import (
     cut,
     divide,
     inputs_of,
-    most_pieces_here,
     refuse_batch,
     refuse_options,
     spread,
 )
 from odc.integrations.verl.published import PublishedReader, published_here
-from odc.integrations.verl.rebalance import move_rows, owners_of, refuse_long
+from odc.integrations.verl.rebalance import move_rows, owners_of, refuse_long, refuse_losses
 from odc.integrations.verl.seqlen_balancing import WORKLOAD, rearrange_micro_batches, row_lengths
 from odc.integrations.verl.units import units_of
-from odc.split import SamplePiece
+from odc.split import SamplePiece, ranks_of_host
 
+_log = logging.getLogger(__name__)
 _DEVICES = ["cpu", "cuda"]  # odc.fully_shard refuses what it cannot shard
 
 
@@ -53,9 +57,16 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        _correct_local_world_size()
         self._options = options_of(self.engine_config)
+        offload = self.engine_config.param_offload
+        if offload and self.engine_config.forward_only:  # fsdp2 overrules it there, too, by another way to offload
+            _log.warning(
+                "param_offload of a reference model has no effect under strategy odc: shards stay on the device"
+            )
+            self._is_offload_param = offload = False
         refused = {
-            "param_offload": self.engine_config.param_offload,
+            "param_offload": offload,
             "offload_policy": self.engine_config.offload_policy,
             "enable_activation_offload": self.model_config.enable_activation_offload,
             "mixed_precision.param_dtype=fp16": self._precision()[0] is torch.float16,
@@ -97,12 +108,17 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
             "reshard_after_forward": self.engine_config.reshard_after_forward,
             "settings": self._options.settings,
         }
+        if self.engine_config.forward_only:  # a reference model, before it is sharded: no memory is kept for gradients
+            module.requires_grad_(False)
         weights = module.state_dict()
         blocks = (self.engine_config.wrap_policy or {}).get("transformer_layer_cls_to_wrap")
-        for unit in units_of(module, blocks):
+        for unit in units_of(module, blocks, head_apart=not self.model_config.use_fused_kernels):
             fully_shard(unit, **options)
         fully_shard(module, **options)
         fsdp2_load_full_state_dict(module, weights, self.device_mesh)
+        if self._options.split:
+            keep = not self.model_config.enable_gradient_checkpointing
+            self._rows = RowPieces(module, keep=keep, node=ranks_of_host())
         return module
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:
@@ -113,13 +129,15 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         """
         group, ranks = self.get_data_parallel_group(), self.get_data_parallel_size()
         keep = forward_only or tu.get_non_tensor_data(data, "return_model_output", default=False)
-        mine = row_lengths(data), int(data["loss_mask"].sum())
+        mine = row_lengths(data), data["loss_mask"].sum().item()  # no whole number where tokens are weighted
         gathered: list[Any] = [None] * ranks
         dist.all_gather_object(gathered, mine, group=group)
         tokens = sum(count for _, count in gathered)
         tu.assign_non_tensor(data, sp_size=self.ulysses_sequence_parallel_size, batch_num_tokens=tokens, dp_size=ranks)
         if self._options.split and not keep:
             refuse_batch(data, loss_function)
+        if not forward_only:
+            refuse_losses(data, loss_function)
         data, pieces, (microbatches, indices) = self._divided(data, [lengths for lengths, _ in gathered], stay=keep)
         work = itertools.chain(pieces, zip(itertools.repeat(None), microbatches))
         outputs, weights = [], []
@@ -143,18 +161,16 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
             return data, (), prepare_micro_batches(data, same_micro_num_in_dp=False)
         together = tu.get_non_tensor_data(data, "force_group_size", default=1)
         cap, group = data["max_token_len_per_gpu"] * self.ulysses_sequence_parallel_size, self.get_data_parallel_group()
-        if self._options.split and not stay:
-            refuse_long(lengths, cap, pieces=most_pieces_here(len(lengths)))
-            if self._rows is None:
-                self._rows = RowPieces(self.module, keep=not self.model_config.enable_gradient_checkpointing)
-            plan = self._rows.plan(lengths, cap, self._cost())
+        if self._rows is not None and not stay:
+            refuse_long(lengths, cap, pieces=self._rows.most(len(lengths)))
+            plan = self._rows.plan(lengths, cap, self._cost)
             if plan is not None:
                 self._rows.prepare(plan, cap)
                 rows, microbatches = divide(data.to("cpu"), lengths, plan, group)
                 return data, self._rows.of(plan, rows), (microbatches, None)
         refuse_long(lengths, cap, together)
         if self._options.rebalance and not stay:
-            data = move_rows(data.to("cpu"), owners_of(lengths, self._cost(), together), group)
+            data = move_rows(data.to("cpu"), owners_of(lengths, self._cost, together), group)
         return data, (), rearrange_micro_batches(data, cap, same_micro_num_in_dp=False, force_group_size=together)
 
     def prepare_model_inputs(self, micro_batch: Any) -> Any:
@@ -167,21 +183,37 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         """As verl's; of a piece, for the whole row, with zeros where the piece has no tokens."""
+        logits_processor_func = _as_of_fsdp2(logits_processor_func)
         if self._piece is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         part = cut(self._piece, micro_batch)
         found = super().prepare_model_outputs(output, output_args, part, logits_processor_func)
         return {name: spread(self._piece, micro_batch, one) for name, one in found.items()}
 
+    @functools.cached_property
     def _cost(self) -> Cost:
         """FLOPs of a sample of the model, or verl's formula for models whose FLOPs odc cannot count."""
         sizes = self.model_config.hf_config.to_dict()
         if self.model_config.model_type == "value_model":
             sizes["vocab_size"] = 1
-        try:
-            return cost_from_config(sizes, checkpointing=self.model_config.enable_gradient_checkpointing)
-        except PlanError:
-            return WORKLOAD
+        checkpointing = self.model_config.enable_gradient_checkpointing
+        return cost_of(sizes, checkpointing=checkpointing, otherwise=WORKLOAD)
+
+
+def _as_of_fsdp2(loss_function: Any) -> Any:
+    """A loss with a configuration of strategy fsdp2: by its strategy verl finds how logits are distilled."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    if getattr(config, "strategy", "") != "odc":
+        return loss_function
+    config = copy.copy(config)
+    object.__setattr__(config, "strategy", "fsdp2")  # verl freezes its configurations
+    return functools.partial(loss_function, config=config)
+
+
+def _correct_local_world_size() -> None:
+    """Under Ray, verl's workers set LOCAL_WORLD_SIZE to 1; odc reads there how many ranks a host has."""
+    if known := os.environ.get("RAY_LOCAL_WORLD_SIZE"):
+        os.environ["LOCAL_WORLD_SIZE"] = known
 
 
 def collapse(microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float], scale: float) -> dict[str, Any]:

@@ -8,7 +8,6 @@ that sums over tokens is the sum of its pieces, whatever columns it reads.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -62,29 +61,21 @@ def refuse_batch(data: Any, loss_function: Callable[..., Any]) -> None:
             raise UnsupportedError(f"engine.odc.split=true does not go with {name}")
 
 
-def node() -> int:
-    """Ranks of this host, by Ray or torchrun; all without either."""
-    # verl's workers set LOCAL_WORLD_SIZE to 1 where it is unset, as under Ray.
-    known = os.environ.get("RAY_LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_WORLD_SIZE")
-    return int(known or dist.get_world_size())
-
-
-def most_pieces_here(ranks: int) -> int:
-    """Of one row, on one host of so many ranks in all."""
-    return most_pieces(min(node(), ranks))
-
-
 class RowPieces:
     """The pieces of split rows on one rank; every rank makes one, of its sharded model.
 
-    `keep` as in `Splitter`.
+    `keep` as in `Splitter`, `node` as in `lb_split`.
     """
 
-    def __init__(self, model: Any, *, keep: bool) -> None:
-        self._model, self._keep = model, keep
+    def __init__(self, model: Any, *, keep: bool, node: int) -> None:
+        self._model, self._keep, self._node = model, keep, node
         self._splitter: Splitter | None = None
         self._rooms = (0, 0)
         self._name, self._made = f"rows{next(_engines)}", 0
+
+    def most(self, ranks: int) -> int:
+        """Pieces of one row at most, with so many data-parallel ranks."""
+        return most_pieces(min(self._node, ranks))
 
     def plan(self, lengths: Lengths, max_tokens: int, cost: Cost) -> Plan | None:
         """A plan of all ranks' rows, numbered rank by rank, the same on every rank; None where none is split.
@@ -92,7 +83,7 @@ class RowPieces:
         Raises PlanError, on every rank alike, if rows fit nowhere, or leave a rank without any.
         """
         flat = [length for rows in lengths for length in rows]
-        plan = lb_split(flat, len(lengths), max_tokens, cost, node=node())
+        plan = lb_split(flat, len(lengths), max_tokens, cost, node=self._node)
         if not plan.splits:
             return None
         for rank, microbatches in enumerate(plan.ranks):
@@ -115,7 +106,7 @@ class RowPieces:
             return
         self.close()
         # Room for twice as many tokens, up to a whole microbatch a piece, so that new room is rarely needed.
-        most = max_tokens * most_pieces_here(len(plan.ranks))
+        most = max_tokens * self.most(len(plan.ranks))
         rooms = max(rooms[0], min(2 * rooms[0], most)), max(rooms[1], min(2 * rooms[1], max_tokens))
         self._made += 1
         self._splitter = Splitter(
@@ -123,7 +114,7 @@ class RowPieces:
             rooms[0],
             piece_tokens=rooms[1],
             keep=self._keep,
-            node=node(),
+            node=self._node,
             name=f"{self._name}.{self._made}",
         )
         self._splitter.prepare()

@@ -50,10 +50,13 @@ def published(engine: Any) -> Published:
 
 
 class PublishedReader:
-    """Reads what is published; it stays attached from sync to sync, until another handle comes."""
+    """Reads what is published; it stays attached from sync to sync, until another handle comes.
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    `changes` as in `Reader`, which then keeps a copy of all shards on other hosts: with it, each rank of a host would.
+    """
+
+    def __init__(self, timeout_s: float, *, changes: bool = False) -> None:
+        self._timeout_s, self._changes = timeout_s, changes
         self._reader: tuple[str, Reader] | None = None  # and the handle that it was made of
 
     def read(
@@ -73,7 +76,7 @@ class PublishedReader:
             if self._reader is not None:
                 self._reader[1].close()
             by = device if torch.device(device).type == "cuda" else None
-            self._reader = handle, Reader(handle, timeout_s=self._timeout_s, device=by)
+            self._reader = handle, Reader(handle, timeout_s=self._timeout_s, changes=self._changes, device=by)
         return self._reader[1]
 
 
@@ -87,4 +90,4 @@ def published_here(engine: Any, reader: PublishedReader) -> Iterator[tuple[str, 
     engine.module.publish()
     device = next(engine.module.parameters()).device
     for name, tensor in reader.read(published(engine), GROUP_BYTES, device):
-        yield name, tensor.clone()  # rollouts of verl may keep a tensor while they ask for the next
+        yield name, tensor.to(device, copy=True)  # rollouts of verl may keep a tensor while they ask for the next

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from tensordict import NonTensorData
 from verl.utils import tensordict_utils as tu
 
 from odc.balance import Cost
-from odc.errors import PlanError
+from odc.errors import PlanError, UnsupportedError
 from odc.integrations.verl.seqlen_balancing import get_seqlen_balanced_partitions
 
 _WORTH = 0.01  # share of the longest rank's cost that a move of rows must save
@@ -42,6 +42,50 @@ def refuse_long(lengths: Lengths, max_tokens: int, group_size: int = 1, pieces: 
                     f"data-parallel rank {rank}: sample {at} ({group_size} together) has {tokens} tokens, more than a "
                     f"microbatch may have ({max_tokens}: max_token_len_per_gpu x sequence-parallel ranks{more})"
                 )
+
+
+def refuse_losses(data: Any, loss_function: Callable[..., Any]) -> None:
+    """Raise UnsupportedError if the loss of a training batch depends on which rows share a microbatch, or waits for the
+    other ranks in each: ranks run microbatches of their own, other ones than under verl's strategies.
+
+    What a loss does is known only of verl's own, by its configuration. `clip_cov` and `kl_cov`, which choose among the
+    tokens of a microbatch, only differ, and pass. So does every loss in verl's own microbatches of equally many rows.
+    """
+    config: Any = getattr(loss_function, "keywords", {}).get("config")
+    if config is None or not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True):
+        return
+    if wrong := _shared(config) or _width(data, config):
+        raise UnsupportedError(f"strategy odc does not go with {wrong}")
+
+
+def _shared(config: Any) -> str:
+    """What of a policy loss is a figure of all rows of a microbatch; empty for none."""
+    policy: Any = getattr(config, "policy_loss", None)
+    mode = policy.get("loss_mode", "vanilla") if policy is not None else "vanilla"
+    if mode == "geo_mean":
+        return (
+            "policy_loss.loss_mode=geo_mean and use_dynamic_bsz=true: verl takes the mean over the rows of each "
+            "microbatch, and odc decides which rows share one. Set use_dynamic_bsz=false"
+        )
+    correction = (policy.get("rollout_correction", None) if mode == "bypass_mode" else None) or {}
+    if correction.get("rollout_is", None) and correction.get("rollout_is_batch_normalize", False):
+        return (
+            "rollout_correction.rollout_is_batch_normalize and use_dynamic_bsz=true in bypass mode: verl then reduces "
+            "over all ranks in each microbatch, and ranks have different numbers. Set one of them to false"
+        )
+    return ""
+
+
+def _width(data: Any, config: Any) -> str:
+    """What divides a loss by the longest response of each microbatch; empty for none. Padded batches have one width."""
+    mask, mode = data.get("response_mask", None), getattr(config, "loss_agg_mode", "")
+    if mask is None or not mask.is_nested or mode != "seq-mean-token-sum-norm" or config.loss_scale_factor is not None:
+        return ""
+    return (
+        f"loss_agg_mode={mode} without loss_scale_factor: verl then divides by the longest response of each "
+        "microbatch, and odc decides which rows share one. Set actor.loss_scale_factor, for example to the maximal "
+        "response length"
+    )
 
 
 def owners_of(lengths: Lengths, cost: Cost, group_size: int = 1) -> list[list[int]]:

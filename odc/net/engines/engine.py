@@ -88,7 +88,7 @@ class Engine:
 
     def withdraw(self, name: str) -> None:
         """Expose the region, or answer, no longer. Reads that are being answered may still need the memory, which they
-        keep alive.
+        keep alive. A name is used again once every rank has withdrawn it.
         """
         self._server.withdraw(name)
 

@@ -133,7 +133,7 @@ class NixlEngine(Engine):
         self._pid = os.getpid()
         self._agent = _agent(_load(address), f"odc.{me}.{secrets.token_hex(8)}")
         self._registered: dict[str, tuple[torch.Tensor, Any]] = {}
-        self._known: dict[tuple[int, str], _Remote] = {}
+        self._known: dict[str, dict[int, _Remote]] = {}  # by region and rank, until this rank withdraws its own
         self._lock, self._pace = threading.Lock(), Pace()
 
     def expose(self, region: str, memory: torch.Tensor) -> None:
@@ -158,6 +158,7 @@ class NixlEngine(Engine):
 
     def withdraw(self, name: str) -> None:
         super().withdraw(name)
+        self._known.pop(name, None)
         found = self._registered.pop(name, None)
         if found is not None and os.getpid() == self._pid:
             self._agent.deregister_memory(found[1])
@@ -170,7 +171,7 @@ class NixlEngine(Engine):
     def _begin(
         self, answers: Answers, region: str, offset: int, into: torch.Tensor, resources: contextlib.ExitStack
     ) -> Callable[[], bool]:
-        remote = self._known.get((answers.rank, region)) or self._ask(answers, region)
+        remote = self._known.get(region, {}).get(answers.rank) or self._ask(answers, region)
         if offset + into.numel() > remote.nbytes:
             return lambda: False
         if not into.numel():
@@ -191,7 +192,8 @@ class NixlEngine(Engine):
         with _failing(answers), self._lock:
             agent = self._agent.add_remote_agent(described[_DESCRIPTION.size :])
         name = agent.decode() if isinstance(agent, bytes) else str(agent)
-        remote = self._known[answers.rank, region] = _Remote(name, address, nbytes, device, kind.decode())
+        remote = _Remote(name, address, nbytes, device, kind.decode())
+        self._known.setdefault(region, {})[answers.rank] = remote
         return remote
 
     def _transfer(

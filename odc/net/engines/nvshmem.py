@@ -28,14 +28,15 @@ class NvshmemEngine(Engine):
     """An engine by NVSHMEM, for memory in its slabs once it has been started; an `Engine` for all other memory."""
 
     name, only_into_own = "nvshmem", True
+    _numbers = itertools.count()  # of lanes of all engines: none takes one that another has given up
 
     def __init__(self, me: int, dial: Dial, timeout_s: float, lost_after_s: float = LOST_AFTER_S) -> None:
         super().__init__(me, dial, timeout_s, lost_after_s, describe=self._describe)
         self._exposed: dict[str, torch.Tensor] = {}
-        self._known: dict[tuple[int, str], tuple[int, int]] = {}  # offset and bytes, by rank and region
+        # Offset and bytes, by region and rank, until this rank withdraws its own.
+        self._known: dict[str, dict[int, tuple[int, int]]] = {}
         self._lanes: Lanes | None = None
         self._free: list[str] = []  # lanes that no read uses
-        self._numbers = itertools.count()
 
     def expose(self, region: str, memory: torch.Tensor) -> None:
         super().expose(region, memory)
@@ -45,6 +46,7 @@ class NvshmemEngine(Engine):
 
     def withdraw(self, name: str) -> None:
         super().withdraw(name)
+        self._known.pop(name, None)
         self._exposed.pop(name, None)
 
     def _describe(self, region: str) -> bytes:
@@ -58,7 +60,7 @@ class NvshmemEngine(Engine):
     ) -> Callable[[], bool]:
         library, lanes, found = nvshmem.started(), self._lanes, None
         if library is not None and lanes is not None and library.holds(into):
-            found = self._known.get((answers.rank, region)) or self._ask(answers, region)
+            found = self._known.get(region, {}).get(answers.rank) or self._ask(answers, region)
         if found is None or library is None or lanes is None:
             return super()._begin(answers, region, offset, into, resources)
         start, nbytes = found
@@ -76,7 +78,7 @@ class NvshmemEngine(Engine):
         if len(described) != _DESCRIPTION.size:
             return None
         offset, nbytes = _DESCRIPTION.unpack(described)
-        self._known[answers.rank, region] = offset, nbytes
+        self._known.setdefault(region, {})[answers.rank] = offset, nbytes
         return offset, nbytes
 
     def _await(self, answers: Answers, lanes: Lanes, arrived: object) -> bool:

@@ -67,9 +67,9 @@ class _Conversation:
         return bool(self.answer)
 
     def close(self) -> None:
+        self.sock.close()  # first: a thread may be in `rest`, which a forked child cannot close then
         if self.rest is not None:
             self.rest.close()
-        self.sock.close()
 
 
 class RegionServer:

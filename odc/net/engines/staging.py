@@ -1,7 +1,7 @@
 """Pinned host memory between a socket and a device, for hosts whose network does not reach device memory.
 
-A read in progress has two chunks, each with a stream of its own: while one is on its way between host and device, the
-other is on the network. Nothing waits for the whole device.
+A read in progress has two chunks, each in another stream: while one is on its way between host and device, the other is
+on the network. Nothing waits for the whole device.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from odc.memory import Lanes
 
 CHUNK_BYTES = 512 << 10
 _KEPT = 16  # stages that no read uses now, of a device
+_LANES = 8  # pairs of lanes; stages that share one wait for each other's copies, not for the network
 
 
 def bytes_of(memory: torch.Tensor) -> memoryview:
@@ -36,9 +37,8 @@ class Stage:
     """Two chunks of host memory and the lanes that fill and empty them; for one read at a time, on any thread."""
 
     def __init__(self, lanes: Lanes, number: int) -> None:
-        self.number = number  # names the lanes, which exist for good once they are used
         self._lanes, self._pid = lanes, os.getpid()
-        self._names = tuple(f"network {number}.{half}" for half in range(2))
+        self._names = tuple(f"network {number % _LANES}.{half}" for half in range(2))
         with lanes.lane(self._names[0]):
             memory = torch.empty(2 * CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=lanes.asynchronous)
         self._chunks = memory.split(CHUNK_BYTES)
@@ -93,7 +93,7 @@ class Stages:
         self._lock = threading.Lock()
         self._lanes: dict[torch.device, Lanes] = {}
         self._free: dict[torch.device, list[Stage]] = {}
-        self._numbers: dict[torch.device, set[int]] = {}  # of stages that are free or lent
+        self._numbers = itertools.count()  # of all stages
 
     def needed(self, memory: torch.Tensor) -> bool:
         """Whether a socket cannot move these bytes."""
@@ -104,7 +104,6 @@ class Stages:
         with self._lock:
             if device not in self._lanes:
                 self._lanes[device], self._free[device] = self._make_lanes(device), []
-                self._numbers[device] = set()
 
     def _make_lanes(self, device: torch.device) -> Lanes:
         from odc.memory.cuda_lanes import CudaLanes
@@ -122,22 +121,14 @@ class Stages:
             # Without the lock, which a thread of the parent may hold when a forked child closes what it has inherited.
             if len(self._free[device]) < _KEPT:
                 self._free[device].append(stage)
-            else:
-                self._numbers[device].remove(stage.number)
 
     def _take(self, device: torch.device) -> Stage:
-        """One that is free, or a new one, of the lowest number that no other has."""
-        numbers = self._numbers[device]
+        """One that is free, or a new one."""
         with self._lock:
             if self._free[device]:
                 return self._free[device].pop()
-            number = next(number for number in itertools.count() if number not in numbers)
-            numbers.add(number)
-        try:
-            return Stage(self._lanes[device], number)
-        except BaseException:
-            numbers.remove(number)
-            raise
+            number = next(self._numbers)
+        return Stage(self._lanes[device], number)
 
     def pieces(self, memory: torch.Tensor) -> Generator[memoryview]:
         """As `Stage.pieces`, from a stage that is lent until the last piece was taken."""

@@ -14,11 +14,17 @@ class PeerBoard(ABC):
 
     member: int
     rank: int  # global
+    column: int  # the member of this host in whose heap it lies
+    _heap: SymmetricHeap
 
     @property
-    @abstractmethod
     def attached(self) -> bool:
         """Whether every question can be answered without waiting."""
+        return self._heap.attached(self.column)
+
+    def attach(self) -> None:
+        """Attach to that heap, which may wait."""
+        self._heap.words(self.column, "board")
 
     @property
     @abstractmethod
@@ -50,8 +56,16 @@ class PeerBoard(ABC):
         _write(self._texts("abandoned", epoch % 2 * REASON_BYTES, REASON_BYTES), text)
 
 
+def clipped(text: str) -> str:
+    """As much of `text` as its place holds: whole characters, fewer than REASON_BYTES bytes of UTF-8.
+
+    A name of a file may have surrogates, which have no encoding; each becomes a question mark.
+    """
+    return text.encode("utf-8", "replace")[: REASON_BYTES - 1].decode("utf-8", "ignore")
+
+
 def _write(region: memoryview, text: str) -> None:
-    raw = text.encode("utf-8", "replace")[: len(region) - 1] + b"\0"
+    raw = clipped(text).encode() + b"\0"
     region[: len(raw)] = raw
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from odc.memory import MUTEX_BYTES, RobustMutex, SymmetricHeap, Words
+from odc.protocol.grid import RankGrid
 from odc.protocol.peers.board import PeerBoard, words_at
 from odc.protocol.sink import WordSink
 from odc.protocol.units import UnitSpec
@@ -38,8 +39,9 @@ class LocalPeer(PeerBoard):
     `buffers` published versions (1 or 2) lie side by side; `parameters` counts those of all units.
     """
 
-    def __init__(self, heap: SymmetricHeap, member: int, buffers: int, parameters: int) -> None:
-        self.member, self.rank = member, heap.ranks[member]
+    def __init__(self, heap: SymmetricHeap, grid: RankGrid, member: int, buffers: int, parameters: int) -> None:
+        self.member = self.column = member
+        self.rank, self._grid = heap.ranks[member], grid
         self._heap, self._buffers, self._parameters = heap, buffers, parameters
         # Made once: a view of shared memory costs more than to copy a small parameter.
         self._published: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -49,14 +51,6 @@ class LocalPeer(PeerBoard):
         self._pushed: PushedWords | None = None
         self._lasts: np.ndarray | None = None
         self._history: np.ndarray | None = None
-
-    @property
-    def attached(self) -> bool:
-        """Whether every question can be answered without waiting."""
-        return self._heap.attached(self.member)
-
-    def attach(self) -> None:
-        self._heap.words(self.member, "board")
 
     def forget(self) -> None:
         """Drop the views that are kept, so that the memory can be given back."""
@@ -103,13 +97,16 @@ class LocalPeer(PeerBoard):
         return self._lasts
 
     def pushes(self, source: int) -> torch.Tensor:
-        """int64 [parameters]: cumulative pushes of each parameter by `source`, which writes them before its DONE."""
-        count = self._parameters
-        return self._heap.tensor(self.member, "pushes", torch.int64, offset=source * count, numel=count)
+        """int64 [parameters]: cumulative pushes of each parameter by `source`, which writes them before its DONE.
+
+        `source` is on the member's host: of members on others `RemotePeer.pushes` knows them.
+        """
+        count, row = self._parameters, self._grid.index(source)
+        return self._heap.tensor(self.member, "pushes", torch.int64, offset=row * count, numel=count)
 
     def all_pushes(self) -> torch.Tensor:
-        """int64 [members, parameters]: `pushes` of every source."""
-        members, count = len(self._heap.ranks), self._parameters
+        """int64 [members of the host, parameters]: `pushes` of every source."""
+        members, count = len(self._grid.local), self._parameters
         every = self._heap.tensor(self.member, "pushes", torch.int64, numel=members * count)
         return every.view(members, count)
 

@@ -28,13 +28,6 @@ class RemotePeer(PeerBoard):
         self._heap, self._parameters, self._rows = heap, parameters, grid.host_count - 1
         self._board: Words | None = None
 
-    @property
-    def attached(self) -> bool:
-        return self._heap.attached(self.column)
-
-    def attach(self) -> None:
-        self._heap.words(self.column, "board")
-
     def forget(self) -> None:
         """Drop the views that are kept, so that the memory can be given back."""
         self._board = None
@@ -80,7 +73,7 @@ class NodeShare:
         self.column, self.row = nodes.column(member), nodes.row(nodes.host(member))
         self._heap, self._sums_at = heap, sums_at
         self._units = len(sums_at)
-        self._views: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._views: dict[tuple[str, int, torch.dtype, int | None], torch.Tensor] = {}
         self._mutexes: dict[int, RobustMutex] = {}
         self._claims: dict[int, Words] = {}
         self._cached: dict[int, Words] = {}
@@ -141,7 +134,7 @@ class NodeShare:
 
     def _view(self, name: str, dtype: torch.dtype, offset: int, numel: int | None) -> torch.Tensor:
         # Made once: a view of shared memory costs more than to copy a small parameter.
-        key = name, offset, dtype.itemsize
+        key = name, offset, dtype, numel  # a unit without trained parameters begins where the next one does
         view = self._views.get(key)
         if view is None:
             with torch.inference_mode(False):  # one made in inference mode could never be written outside of it

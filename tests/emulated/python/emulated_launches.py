@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from recorded.kernels import launches
 
+from tests.support.interpreter import patch_once
+
 _CPU = torch.device("cpu")
 _Run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -40,7 +42,7 @@ class LateLaunches:
         self._enqueue.argtypes = [ctypes.c_void_p, ctypes.c_int, _Run, ctypes.c_void_p]
         self._drain_all = cuda.emulated_drain_all
         atexit.register(self._finish)
-        _patch_once()
+        patch_once()
 
     def __call__(
         self,
@@ -126,20 +128,3 @@ def _seen_by_kernels(arg: Any) -> Any:
 
     kind = tl.str_to_ty(mangle_type(arg), None)
     return tl.tensor(TensorHandle(np.array([arg.data_ptr()], dtype=np.uint64), kind), kind)
-
-
-def _patch_once() -> None:
-    """Have the interpreter patch triton's language once a module, for good: by itself it does so in every call of a
-    function, in a quarter of its time, to leave room for compiled kernels, of which there are none here.
-    """
-    from triton.runtime import interpreter
-
-    patch, patched = interpreter._patch_lang, set[str]()
-
-    def patch_once(fn: Callable[..., Any]) -> Any:
-        if fn.__module__ not in patched:
-            patch(fn)
-            patched.add(fn.__module__)
-        return interpreter._LangPatchScope()  # an empty one, so that nothing is restored
-
-    interpreter._patch_lang = patch_once

@@ -37,7 +37,9 @@ class Engine:
         self.calls.append(request["update_info"]["version"])
         self.overtaken -= 1
         if self.overtaken >= 0:
-            raise RuntimeError("Worker failed with error 'version 7 was published while version 6 was read in groups'")
+            raise RuntimeError(
+                "Worker failed with error 'version 7 was published while version 6 was still to be read'"
+            )
 
     def finish_weight_update(self) -> None:
         self.calls.append("finish")
@@ -115,7 +117,7 @@ def test_the_task_says_what_ends_a_response(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize(
     ("heads", "there", "plugins", "message"),
     [
-        (1, False, ["odc"], "needs vLLM 0.17 or newer beside odc"),
+        (1, False, ["odc"], "needs vLLM 0.27 beside odc"),
         (1, True, ["other"], "installed .pip. in vLLM's environment"),
         (2, True, ["odc"], "heads of the model have 16 elements"),
         (1, True, ["other", "odc"], ""),

@@ -60,6 +60,7 @@ def _check_figures(arms: dict[str, Any]) -> None:
     assert none["loss"]["largest_difference"] == 0
     assert full["loss"]["largest_difference"] < 1e-4
     for arm in arms.values():
+        assert all(len(run["peak_bytes"]) == 2 for run in arm["runs"])  # as in the comparison of any job
         useful = arm["useful_flops_per_s"] * arm["step_s"]["median"]  # of the one step that counts
         assert useful == pytest.approx(none["useful_flops_per_s"] * none["step_s"]["median"])
         assert arm["tokens_per_s"] > 0 and arm["peak_bytes"] > arm["baseline_bytes"] and arm["plan_s"] > 0

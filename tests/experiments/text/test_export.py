@@ -81,6 +81,27 @@ class _Refusing(BpeTokenizer):
         raise ValueError("no")
 
 
+def _export_to_a_link_and_here(folder: str) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    os.chdir(Path(folder, "here"))
+    dist.init_process_group("gloo")
+    model = fully_shard(Qwen2ForCausalLM(Qwen2Config(**_SIZES)))
+    for name in (Path(folder, "link"), Path(".")):
+        export(name, model)
+    dist.destroy_process_group()
+
+
+def test_a_folder_that_no_other_can_be_renamed_to_is_written(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    launch(_export_to_a_link_and_here, str(tmp_path), ranks=1)
+    assert sorted(os.listdir(tmp_path)) == ["here", "link", "there"]
+    for name in ("here", "link"):
+        assert sorted(os.listdir(tmp_path / name)) == ["config.json", "generation_config.json", "model.safetensors"]
+
+
 def _refused(folder: str) -> str:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

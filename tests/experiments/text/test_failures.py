@@ -53,7 +53,7 @@ def breaking(config: JobConfig, fail: Callable[..., None]) -> None:
     ],
 )
 def test_the_job_names_the_rank_that_began_it(tmp_path: Path, fail: Callable[..., None], message: str) -> None:
-    config = tiny_job(tmp_path, arm="odc", steps=50)
+    config = tiny_job(tmp_path, arm="odc", steps=50, timeout_s=600.0)
     began = time.monotonic()
     with pytest.raises(JobFailedError) as caught:
         launch(breaking, config, fail, ranks=2)

@@ -119,7 +119,7 @@ def test_weights_that_change_while_they_are_read_are_refused(actor: RankPool, mo
     actor.run(start, model, "odc", {})
     learned = [learned for learned, _ in actor.run(prepare)]
     actor.run(infer)
-    with pytest.raises(StaleVersionError, match="version 2 was published while version 1 was read"):
+    with pytest.raises(StaleVersionError, match="version 2 was published while version 1 was still to be read"):
         received(checkpoint_engine(), learned)
 
 

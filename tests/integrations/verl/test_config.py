@@ -27,6 +27,10 @@ def test_options() -> None:
         OdcEngineConfig(odc={"prefech": 1})
     with pytest.raises(ConfigError, match="timeout_s must be a positive number"):
         OdcEngineConfig(odc={"timeout_s": 0})
+    assert not options.settings.reproducible
+    assert options_of(OdcEngineConfig(full_determinism=True)).settings.reproducible
+    with pytest.raises(ConfigError, match="full_determinism=true needs sums in a fixed order"):
+        OdcEngineConfig(full_determinism=True, odc={"reproducible": False})
     with pytest.raises(ConfigError, match="strategy 'megatron'"):
         OdcEngineConfig(strategy="megatron")
 

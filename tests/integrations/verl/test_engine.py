@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import RankPool
 from support.verl import join_as_verl, needs_verl
 from support.verl_engine import build, loss_with_metrics, rows
 
@@ -37,7 +39,14 @@ def trained(
     losses, norms = [], []
     for _ in range(3):
         engine.computed.clear()
-        data = rows(lengths[rank], first, packed, use_dynamic_bsz=True, max_token_len_per_gpu=budget)
+        data = rows(
+            lengths[rank],
+            first,
+            packed,
+            use_dynamic_bsz=True,
+            max_token_len_per_gpu=budget,
+            use_fused_kernels=engine.model_config.use_fused_kernels,
+        )
         with engine.train_mode():
             output = engine.train_batch(data, loss_with_metrics)
         loss = torch.tensor(sum(output["loss"]))
@@ -106,6 +115,18 @@ def test_other_ways_to_train(ranks, model, changes) -> None:
     alike(ours[0], theirs[0])
 
 
+def test_fused_kernels_train_as_the_model_does_without_them(ranks, actor: RankPool, model) -> None:
+    """They read the weight of the head without calling it. verl patches the model's class, so its processes end."""
+    of_model = {
+        "use_remove_padding": True,
+        "use_fused_kernels": True,
+        "fused_kernel_options": {"impl_backend": "torch"},
+    }
+    ours = actor.run(trained, model, "odc", UNEVEN, 100, None, {"of_model": of_model})
+    plain = {"of_model": {"use_remove_padding": True}}
+    alike(ours[0], ranks(2).run(trained, model, "odc", UNEVEN, 100, None, plain)[0])
+
+
 def inferred(rank: int, world: int, model: Path, strategy: str) -> tuple[list[list[float]], int]:
     """Log-probabilities of this rank's rows after one step of training, and how many microbatches that took."""
     join_as_verl(rank, world)
@@ -139,12 +160,81 @@ def looked_at(rank: int, world: int, model: Path, strategy: str, changes: dict[s
     return [row.tolist() for row in output["model_output"]["log_probs"].unbind()]
 
 
+def memory(rank: int, world: int, model: Path, forward_only: bool) -> int:
+    """Bytes of a rank's accumulators, beyond the least that each has."""
+    from odc.fsdp import root_of
+
+    join_as_verl(rank, world)
+    layout = root_of(build(model, "odc", forward_only=forward_only).module).layout
+    return int(layout.ledger()["accumulator"]) - 64 * len(layout.units)
+
+
+def test_a_reference_model_has_no_memory_for_gradients(ranks, model) -> None:
+    assert ranks(2).run(memory, model, False)[0] > 0 == ranks(2).run(memory, model, True)[0]
+
+
 def test_a_reference_model_only_looks(ranks, model) -> None:
     theirs = ranks(2).run(looked_at, model, "fsdp2", {})
     ours = ranks(2).run(looked_at, model, "odc", {"forward_only": True, "model_dtype": "fp32"})
     for their_rows, our_rows in zip(theirs, ours, strict=True):
         for their_row, our_row in zip(their_rows, our_rows, strict=True):
             assert our_row[:-1] == pytest.approx(their_row[:-1], rel=1e-4)
+
+
+def under_ray(rank: int, world: int, model: Path) -> list[int]:
+    """The ranks on other hosts that this one watches, under the variables of a worker on Ray."""
+    from odc.hosts.watch import neighbours
+
+    join_as_verl(rank, world)
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "RAY_LOCAL_WORLD_SIZE": str(world)}
+    build(model, "odc")
+    return neighbours(rank, world)
+
+
+def test_a_job_on_one_host_watches_no_other_host_under_ray(actor: RankPool, model) -> None:
+    """There verl sets LOCAL_WORLD_SIZE to 1."""
+    assert actor.run(under_ray, model) == [[], []]
+
+
+def distilled(rank: int, world: int, model: Path, strategy: str) -> list[float]:
+    """Loss and gradient norm of two steps toward the likeliest tokens of a teacher."""
+    join_as_verl(rank, world)
+    from verl.trainer.distillation.losses import distillation_ppo_loss
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import ActorConfig, DistillationConfig, DistillationLossConfig
+
+    of_loss = {"loss_mode": "forward_kl_topk", "topk": 3, "use_task_rewards": False, "use_policy_gradient": False}
+    loss = partial(
+        distillation_ppo_loss,
+        config=ActorConfig(strategy=strategy, ppo_micro_batch_size_per_gpu=1, rollout_n=1),
+        distillation_config=DistillationConfig(distillation_loss=DistillationLossConfig(**of_loss)),
+    )
+    engine, found = build(model, strategy), []
+    budget = 100 if strategy == "odc" else 240
+    for _ in range(2):
+        data = rows(UNEVEN[rank], 4 * rank, use_dynamic_bsz=True, max_token_len_per_gpu=budget)
+        columns: dict[str, list[torch.Tensor]] = {"prompts": [], "responses": [], "response_mask": []}
+        columns |= {"teacher_ids": [], "teacher_logprobs": []}
+        for ids in data["input_ids"].unbind():
+            columns["prompts"].append(ids[:2])
+            columns["responses"].append(ids[2:])
+            columns["response_mask"].append(torch.ones_like(ids[2:]))
+            columns["teacher_ids"].append(torch.stack([ids, ids + 1, ids + 2], 1) % 60)
+            columns["teacher_logprobs"].append(torch.tensor([0.5, 0.3, 0.1]).log().expand(len(ids), 3).contiguous())
+        for name, column in columns.items():
+            data[name] = torch.nested.as_nested_tensor(column, layout=torch.jagged)
+        tu.assign_non_tensor(data, distillation_use_topk=True, global_batch_size=6)
+        with engine.train_mode():
+            output = engine.train_batch(data, loss)
+        whole = torch.tensor(sum(output["loss"]))
+        dist.all_reduce(whole, op=dist.ReduceOp.AVG)
+        found += [whole.item(), output["metrics"]["grad_norm"]]
+    return found
+
+
+def test_the_likeliest_tokens_of_a_teacher_are_distilled(ranks, model) -> None:
+    theirs, ours = (ranks(2).run(distilled, model, strategy)[0] for strategy in ("fsdp2", "odc"))
+    assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 def value_loss(model_output: Any, data: Any, dp_group: Any = None) -> Any:
@@ -218,3 +308,31 @@ def refused_option(rank: int, world: int, model: Path, changes: dict[str, Any]) 
 )
 def test_what_is_not_supported_is_refused(ranks, model, changes, name) -> None:
     assert ranks(2).run(refused_option, model, changes) == [f"strategy odc does not support {name}"] * 2
+
+
+def offloaded(rank: int, world: int, model: Path) -> bool:
+    join_as_verl(rank, world)
+    return build(model, "odc", param_offload=True, forward_only=True).is_param_offload_enabled
+
+
+def test_a_reference_that_fsdp2_would_offload_stays_where_it_is(ranks, model) -> None:
+    assert ranks(2).run(offloaded, model) == [False, False]
+
+
+def weighed(rank: int, world: int, model: Path, strategy: str, weight: float) -> tuple[float, float]:
+    """Loss and gradient norm of a step whose tokens have a weight."""
+    join_as_verl(rank, world)
+    engine = build(model, strategy)
+    data = rows(UNEVEN[rank], 4 * rank, use_dynamic_bsz=True, max_token_len_per_gpu=240)
+    data["loss_mask"] = data["loss_mask"] * weight
+    with engine.train_mode():
+        output = engine.train_batch(data, loss_with_metrics)
+    loss = torch.tensor(sum(output["loss"]))
+    dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+    return loss.item(), float(output["metrics"]["grad_norm"])
+
+
+@pytest.mark.parametrize("weight", [0.3, 0.002], ids=["many tokens' worth", "less than one"])
+def test_weighted_tokens_are_counted_by_their_weights(ranks, model, weight: float) -> None:
+    theirs = ranks(2).run(weighed, model, "fsdp2", weight)[0]
+    assert ranks(2).run(weighed, model, "odc", weight)[0] == pytest.approx(theirs, rel=1e-4)

@@ -14,12 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from support.far_readers import LAYOUT, Weights
+from support.far_readers import LAYOUT, Weights, far_handle
 from support.handover_jobs import Job
 from support.ranks import RankPool
 from support.verl import import_verl, join_as_verl, needs_verl
 from support.verl_engine import build, gathered, loss_with_metrics, rows
 
+from odc import Settings
 from odc.handover import Reader, read_groups
 
 pytestmark = needs_verl
@@ -131,6 +132,18 @@ def test_a_rollout_may_keep_what_it_was_given(actor: RankPool, model: Path) -> N
     actor.run(keep_all)
 
 
+def test_what_no_rank_shards_comes_on_the_device_of_the_engine_too() -> None:
+    """On the meta device, which every machine has."""
+    import_verl("odc.integrations.verl.published")
+    from odc.integrations.verl import published
+
+    module = mock.Mock(**{"parameters.return_value": iter([torch.empty(1, device="meta")])})
+    reader = mock.Mock(**{"read.return_value": iter([("temperature", torch.tensor([0.5]))])})
+    with mock.patch.object(published, "published"):
+        ((_, tensor),) = published.published_here(SimpleNamespace(module=module), reader)
+    assert tensor.device.type == "meta"
+
+
 def publishes_late(rank: int, world: int) -> tuple[int, int, int]:
     """Versions before and after the weights are asked for, and after the first is."""
     from odc.handover import version
@@ -204,3 +217,19 @@ def test_verls_sender_takes_what_a_reader_reads() -> None:
     expected = weights.expected(1)
     assert found.keys() == expected.keys() and counts == [2, 1]
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_of_shards_on_other_hosts_a_rank_keeps_no_copy_and_a_process_of_rollouts_one() -> None:
+    """Eight ranks of a host would keep eight copies of the model."""
+    import_verl()
+    import_verl("odc.integrations.verl.checkpoint_engine")
+    from odc.integrations.verl.checkpoint_engine import OdcCheckpointEngine
+    from odc.integrations.verl.published import PublishedReader
+
+    kept = {}
+    with Job(LAYOUT, settings=Settings(changes="on")) as job, far_handle(job) as (handle, _):
+        rollouts = OdcCheckpointEngine(bucket_size=SMALL)._reader
+        for name, published in (("rank", PublishedReader(60.0)), ("rollouts", rollouts)):
+            with published._attached(handle, "cpu") as reader:
+                kept[name] = len(reader._kept)
+    assert kept == {"rank": 0, "rollouts": 2}

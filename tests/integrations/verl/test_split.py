@@ -150,15 +150,13 @@ def test_a_padded_row_is_masked_as_verl_pads_it() -> None:
     assert row["old_log_probs"].tolist() == [[1, 2, 3, 4, 5, 6]], "peers' rows are as they were"
 
 
-def test_every_rank_needs_a_row(monkeypatch) -> None:
+def test_every_rank_needs_a_row() -> None:
     import_verl()
     from odc.balance import linear_cost
-    from odc.integrations.verl.pieces import RowPieces, most_pieces_here
+    from odc.integrations.verl.pieces import RowPieces
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "3")
-    assert most_pieces_here(3) == 2
-    rows_of = RowPieces(None, keep=True)
+    rows_of = RowPieces(None, keep=True, node=3)
+    assert rows_of.most(3) == rows_of.most(4) == 2
     assert rows_of.plan([[90], [80], [70]], 100, linear_cost) is None
     assert rows_of.plan([[150], [80], [70]], 100, linear_cost) is not None
     with pytest.raises(PlanError, match="leaves data-parallel rank 2 without a row: 3 of 3 rows are split"):
@@ -169,10 +167,10 @@ def refused(rank: int, world: int, model: Path) -> list[str]:
     join_as_verl(rank, world)
     found = []
 
-    def refuse(length: int, **settings: Any) -> None:
-        data = rows([9, length], 0, **{"use_dynamic_bsz": True, "max_token_len_per_gpu": 100, **settings})
+    def refuse(length: int, make: Any = rows, loss_of: Any = loss_with_metrics, **settings: Any) -> None:
+        data = make([9, length], 0, **{"use_dynamic_bsz": True, "max_token_len_per_gpu": 100, **settings})
         with pytest.raises((PlanError, UnsupportedError)) as caught, engine.train_mode():
-            engine.train_batch(data, settings.get("loss_of", loss_with_metrics))
+            engine.train_batch(data, loss_of)
         found.append(str(caught.value))
 
     engine = build(model, "odc", odc={"split": True})
@@ -184,6 +182,8 @@ def refused(rank: int, world: int, model: Path) -> list[str]:
         with pytest.raises(UnsupportedError) as caught:
             build(model, "odc", odc={"split": True}, **changes)
         found.append(str(caught.value))
+    engine = build(model, "odc")
+    refuse(50, answered, actor_loss(loss_agg_mode="seq-mean-token-sum-norm"))
     return found
 
 
@@ -193,7 +193,8 @@ def test_what_cannot_be_split_is_refused_on_every_rank(ranks, model) -> None:
     assert one[0].startswith("data-parallel rank 0: sample 1 (1 together) has 201 tokens, more than a microbatch may")
     assert one[0].endswith("in 2 pieces)") and "in 2 pieces" not in one[1] and "has 101 tokens" in one[1]
     names = ["force_group_size > 1", "use_dynamic_bsz=false", "pad_to_length", "use_fused_kernels"]
-    assert one[2:] == [f"engine.odc.split=true does not go with {name}" for name in names]
+    assert one[2:-1] == [f"engine.odc.split=true does not go with {name}" for name in names]
+    assert one[-1].startswith("strategy odc does not go with loss_agg_mode=seq-mean-token-sum-norm without loss_scale")
 
 
 def test_losses_that_are_no_sums_over_tokens_are_refused() -> None:
@@ -218,3 +219,32 @@ def test_losses_that_are_no_sums_over_tokens_are_refused() -> None:
     engine = SimpleNamespace(ulysses_sequence_parallel_size=2, pad_to_length=False)
     with pytest.raises(UnsupportedError, match="ulysses_sequence_parallel_size > 1"):
         refuse_options(SimpleNamespace(use_fused_kernels=False), engine)
+
+
+def test_losses_that_depend_on_which_rows_share_a_microbatch_are_refused() -> None:
+    import_verl("verl.workers.config")
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import PolicyLossConfig
+
+    from odc.integrations.verl.rebalance import refuse_losses
+
+    data, mode = answered([9, 30], 0), "seq-mean-token-sum-norm"
+    with pytest.raises(UnsupportedError, match="actor.loss_scale_factor"):
+        refuse_losses(data, actor_loss(loss_agg_mode=mode))
+    refuse_losses(data, actor_loss(loss_agg_mode=mode, loss_scale_factor=64))
+    refuse_losses(data, actor_loss())
+    refuse_losses(rows([9], 0), loss_with_metrics)
+    corrected = {"rollout_is": "token", "rollout_is_batch_normalize": True}
+    bypass = PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=corrected)
+    means = actor_loss(policy_loss=PolicyLossConfig(loss_mode="geo_mean"))
+    for loss, name in ((means, "geo_mean"), (actor_loss(policy_loss=bypass), "rollout_is_batch_normalize")):
+        with pytest.raises(UnsupportedError, match=name):
+            refuse_losses(data, loss)
+    corrected["rollout_is_batch_normalize"] = False
+    refuse_losses(data, actor_loss(policy_loss=PolicyLossConfig("bypass_mode", rollout_correction=corrected)))
+    padded = data.copy()
+    padded["response_mask"] = data["response_mask"].to_padded_tensor(0)
+    refuse_losses(padded, actor_loss(loss_agg_mode=mode))
+    tu.assign_non_tensor(data, use_dynamic_bsz=False)  # verl's own microbatches
+    refuse_losses(data, actor_loss(loss_agg_mode=mode))
+    refuse_losses(data, means)

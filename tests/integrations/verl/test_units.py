@@ -27,3 +27,8 @@ def test_blocks_and_untied_ends() -> None:
     tied = Model(tied=True)
     tied._no_split_modules = {"Block"}
     assert units_of(tied) == [*tied.layers]
+
+
+def test_a_head_that_fused_kernels_read_stays_in_the_root() -> None:
+    model = Model(tied=False)
+    assert units_of(model, "Block", head_apart=False) == [*model.layers, model.embed_tokens]
