@@ -90,7 +90,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	$(ON_CPU) .venv-vllm/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_grpo_vllm.py \
 	    tests/integrations/verl/test_grpo.py --extent quick --installed ray,verl,vllm $(ARGS)
 	$(ON_CPU) .venv-trl-vllm/bin/python -m pytest tests/integrations/test_trl_vllm.py --installed trl,vllm $(ARGS)
-	$(ON_CPU) .venv-evaluation/bin/python -m pytest tests/integrations/test_lm_eval.py \
+	$(ON_CPU) .venv-evaluation/bin/python -m pytest $(SPREAD) tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)
 
 test-torch: .venv-torch-$(TORCH)/.ready  ## run TESTS (of fsdp, runtime, protocol, hosts, memory and experiments) with another torch: TORCH=2.15.0
