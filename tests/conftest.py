@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 import hypothesis
 import pytest
 
+_BEGIN = time.monotonic()
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 # Tests import `support`, their shared scaffolding, from here; rank processes get pytest's path.
@@ -27,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="quick: every behaviour once (`make test`); rest: what that leaves out; all: both (the default)",
     )
+    parser.addoption("--seconds", type=float, default=float("inf"), help="after so many, no further test begins")
+    parser.addoption("--turn", type=int, default=0, help="which file is the first: another number, another file")
     parser.addoption("--installed", help="packages, with commas between, without which not to start", default="")
 
 
@@ -55,13 +59,22 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from support.extent import left_out, longest_first
+    from support.extent import beginning_with, left_out, longest_first
 
     out = left_out(items, config.getoption("--extent"))
     if out:
         config.hook.pytest_deselected(items=[item for item in items if item in out])
         items[:] = [item for item in items if item not in out]
-    longest_first(items, Path(__file__).parent)
+    if config.getoption("--turn"):
+        beginning_with(items, config.getoption("--turn"))
+    else:
+        longest_first(items, Path(__file__).parent)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() - _BEGIN > item.config.getoption("--seconds"):
+        pytest.skip("no time is left")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -54,24 +54,40 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("extent", EXPECTED)
-def test_the_halves_overlap_in_properties_alone(extent: str, tmp_path: Path) -> None:
+def pytest_in(folder: Path, *options: str) -> str:
+    """What pytest prints of the tests in a folder, with the options of this one."""
     here = Path(__file__).parent
-    (tmp_path / "conftest.py").write_text((here / "conftest.py").read_text().replace("__file__", repr(str(here / "x"))))
-    (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = thorough\n")
+    (folder / "conftest.py").write_text((here / "conftest.py").read_text().replace("__file__", repr(str(here / "x"))))
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = thorough\n")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "--extent", extent, "-p", "no:cacheprovider"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider"],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert set(re.findall(r"test_some\.py::(\S+) PASSED", done.stdout)) == EXPECTED[extent]
+    return done.stdout
+
+
+@pytest.mark.parametrize("extent", EXPECTED)
+def test_the_halves_overlap_in_properties_alone(extent: str, tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    printed = pytest_in(tmp_path, "-v", "--extent", extent)
+    assert set(re.findall(r"test_some\.py::(\S+) PASSED", printed)) == EXPECTED[extent]
     tried = (tmp_path / "examples").read_text().count("once")
     assert tried == {"quick": 20}.get(extent, 100)
+
+
+def test_each_turn_begins_with_another_file_and_no_test_begins_when_time_is_over(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text("def test_first(): ...\ndef test_second(): ...")
+    for turn, begun in ((3, "aabbcc"), (4, "bbccaa"), (5, "ccaabb")):
+        listed = pytest_in(tmp_path, "--collect-only", "-q", "--turn", str(turn))
+        assert re.findall(r"test_(.)\.py::", listed) == list(begun)
+    assert "6 passed in" in pytest_in(tmp_path, "--seconds", "3600")
+    assert re.search(r"SKIPPED \[6\] .*: no time is left\n", pytest_in(tmp_path, "-rs", "--seconds", "0"))
 
 
 def test_the_files_that_begin_first_exist() -> None:

@@ -55,15 +55,14 @@ def test_train_over_two_hosts_reaches_the_loss_of_fsdp2(tmp_path: Path) -> None:
     options += ["--minibatch-size", "6", "--steps", "3", "--lr", "1e-2", "--cache", job.cache]
     losses = {}
     with Hosts(2) as hosts:
-        for arm in (("--arm", "odc"), ("--plan", "dynamic"), ("--arm", "fsdp2")):
-            started = hosts.torchrun(2, "-m", "odc.cli", "train", *options, *arm)
+        for arm in (("--plan", "dynamic"), ("--arm", "fsdp2")):
+            started = hosts.torchrun(1, "-m", "odc.cli", "train", *options, *arm)
             printed = [process.communicate(timeout=400)[0] for process in started]
             assert [process.returncode for process in started] == [0, 0], printed
             found = re.search(r"^step 3: loss ([\d.]+)", printed[0], re.MULTILINE)
             assert found, printed[0]
             assert not re.search(r"^step 3: loss", printed[1], re.MULTILINE), "one rank of the job prints its summary"
             losses[arm[1]] = float(found[1])
-    assert losses["odc"] == pytest.approx(losses["fsdp2"], rel=1e-3)
     assert losses["dynamic"] == pytest.approx(losses["fsdp2"], rel=1e-3)
 
 
@@ -76,7 +75,6 @@ def test_srun_over_two_hosts_needs_no_torchrun(tmp_path: Path) -> None:
     job = tiny_job(tmp_path)
     command = ["-m", "odc.cli", "train", "--model", job.model, "--data", job.data, "--tokenizer", "bytes"]
     command += ["--max-tokens", "96", "--minibatch-size", "6", "--steps", "3", "--lr", "1e-2", "--cache", job.cache]
-    losses = {}
     with Hosts(2) as hosts:
         for host in hosts:
             others = "".join(f"{one.address} {one.name}\n" for one in hosts if one is not host)
@@ -87,18 +85,15 @@ def test_srun_over_two_hosts_needs_no_torchrun(tmp_path: Path) -> None:
         nodes = "host[0-1]"
         step = {"SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}
         step |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": nodes, "OMP_NUM_THREADS": "1"}
-        for arm in ("odc", "fsdp2"):
-            started = []
-            for rank in range(4):
-                task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2}
-                env = step | {name: str(number) for name, number in task.items()}
-                started.append(hosts[rank // 2].command(sys.executable, *command, "--arm", arm, env=env))
-            printed = [process.communicate(timeout=400)[0] for process in started]
-            assert [process.returncode for process in started] == [0, 0, 0, 0], printed
-            found = re.search(r"^step 3: loss ([\d.]+)", printed[0], re.MULTILINE)
-            assert found and not any("step 3: loss" in text for text in printed[1:]), printed
-            losses[arm] = float(found[1])
-    assert losses["odc"] == pytest.approx(losses["fsdp2"], rel=1e-3)
+        started = []
+        for rank in range(4):
+            task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2}
+            env = step | {name: str(number) for name, number in task.items()}
+            started.append(hosts[rank // 2].command(sys.executable, *command, env=env))
+        printed = [process.communicate(timeout=400)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0, 0], printed
+    assert re.search(r"^step 3: loss [\d.]+", printed[0], re.MULTILINE), printed
+    assert not any("step 3: loss" in text for text in printed[1:]), printed
 
 
 @pytest.mark.thorough

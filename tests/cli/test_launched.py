@@ -103,19 +103,6 @@ def test_a_pod_a_host_starts_the_ranks_of_its_host(options: list[str], expected:
 
 
 @pytest.mark.thorough
-def test_a_comparison_in_pods_is_written_by_the_first(options: list[str], tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    each = [one | {"MASTER_PORT": str(port)} for one in pods(2, PET_NPROC_PER_NODE="1")]
-    command = ["compare", *options, "--arms", "fsdp2,odc", "--output", str(tmp_path / "out")]
-    first, second = together(command, each)
-    assert (first[0], second[0]) == (0, 0), (first, second)
-    figures = json.loads((tmp_path / "out" / "compare.json").read_text())
-    assert figures["arms"].keys() == {"fsdp2", "odc"} and not second[1]
-    one, other = (figures["arms"][arm]["loss"]["steps"] for arm in ("fsdp2", "odc"))
-    assert other == pytest.approx(one, rel=1e-3)
-
-
-@pytest.mark.thorough
 def test_grpo_under_srun(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     each = [one | {"MASTER_PORT": str(port)} for one in tasks(2)]

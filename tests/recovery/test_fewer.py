@@ -13,8 +13,7 @@ STEPS = 8
 QUICK = {"one leaves and comes back", "another while the state is divided"}
 CASES: dict[str, tuple[int, list[Leave], list[int]]] = {
     "one leaves and comes back": (3, [Leave(1, 2, "forward", back=5)], [3, 2, 3]),
-    "rank 0 leaves in its optimizer's step": (3, [Leave(0, 3, "clip")], [3, 2]),
-    "all but one": (3, [Leave(0, 1, "keep"), Leave(2, 4, "forward")], [3, 2, 1]),
+    "all but one, rank 0 first": (3, [Leave(0, 1, "keep"), Leave(2, 4, "clip")], [3, 2, 1]),
     "another while the state is divided": (4, [Leave(3, 2, "forward"), Leave(0, 2, "divide")], [4, 2]),
     "one that has come back leaves": (3, [Leave(2, 1, "forward", back=3), Leave(0, 4, "forward")], [3, 2, 3, 2]),
 }

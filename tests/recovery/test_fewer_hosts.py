@@ -15,7 +15,6 @@ from support.recovering_hosts import Launch, run_program_on
 BUDDY = {"fewest": 1, "keep": "buddy", "rejoin_s": 30.0}
 #: Hosts, ranks of each, and who leaves.
 CASES: dict[str, tuple[int, int, list[Leave], list[int]]] = {
-    "a host of three comes back": (3, 1, [Leave(1, 2, "forward", back=5)], [3, 2, 3]),
     "all hosts but one": (3, 1, [Leave(0, 2, "clip"), Leave(2, 4, "forward")], [3, 2, 1]),
     "a rank of 2x2, and its host with it": (2, 2, [Leave(3, 2, "forward")], [4, 2]),
     "a host of 2x2 comes back": (

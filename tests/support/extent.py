@@ -35,6 +35,17 @@ def longest_first(items: list[pytest.Item], folder: Path) -> None:
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
+def beginning_with(items: list[pytest.Item], number: int) -> None:
+    """Turn the order of the files, which stay whole, so that the one of this number (modulo theirs) is the first.
+
+    Where time does not reach for all, other numbers reach others.
+    """
+    files = list(dict.fromkeys(item.path for item in items))
+    if files:
+        places = {path: (at - number) % len(files) for at, path in enumerate(files)}
+        items.sort(key=lambda item: places[item.path])
+
+
 def left_out(items: Iterable[pytest.Item], extent: str) -> set[pytest.Item]:
     """Of these tests, those that `extent` (quick, rest or all) does not ask for."""
     if extent == "all":

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,6 @@ DEATHS = {
     "first and last": [Death(1, 0, "rollout"), Death(0, 0, "forward"), Death(1, 3, "done")],
     "finish": [Death(0, 1, "finish"), Death(1, 2, "finish")],
 }
-
-QUICK = {"rollout", "optimizer step"}
 
 
 def train(folder: str, deaths: Collection[Death], config: GrpoConfig, real: bool) -> dict[str, Any]:
@@ -77,31 +76,42 @@ def assert_equal(found: Any, undisturbed: Any) -> None:
         )
 
 
-@pytest.fixture(scope="module", params=[0, 1])
-def lagged(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[GrpoConfig, Any]:
+@pytest.fixture(scope="module")
+def lagged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[GrpoConfig, Any]]:
     """The job whose rollouts lag by so many steps, and what a rank returns that nothing befell."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    given = config(folder, request.param)
-    return given, run(folder / "none", given)
+
+    @functools.cache
+    def of(lag: int) -> tuple[GrpoConfig, Any]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        given = config(folder, lag)
+        return given, run(folder / "none", given)
+
+    return of
 
 
 @pytest.mark.parametrize(
-    "deaths",
-    [pytest.param(one, id=name, marks=[] if name in QUICK else [pytest.mark.thorough]) for name, one in DEATHS.items()],
+    ("name", "lag"),
+    [
+        ("rollout", 0),
+        ("optimizer step", 1),
+        *(
+            pytest.param(*one, marks=pytest.mark.thorough)
+            for one in (("forward", 1), ("first and last", 0), ("finish", 1))
+        ),
+    ],
 )
 def test_a_job_that_loses_ranks_has_the_same_bits(
-    deaths: list[Death], lagged: tuple[GrpoConfig, Any], tmp_path: Path
+    name: str, lag: int, lagged: Callable[[int], tuple[GrpoConfig, Any]], tmp_path: Path
 ) -> None:
     """Also the versions of the weights that rollouts read are those of the job alone."""
-    given, undisturbed = lagged
+    deaths, (given, undisturbed) = DEATHS[name], lagged(lag)
     found = run(tmp_path / "deaths", given, deaths)
     assert len(list((tmp_path / "deaths").iterdir())) == len(deaths)
     assert_equal(found, undisturbed)
 
 
-@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.thorough)])
-def test_a_rollout_process_begins_anew_with_each_generation(lag: int, tmp_path: Path) -> None:
-    given = config(tmp_path, lag).with_(minibatches=1)  # a process that reads beside two may find a newer version
+def test_a_rollout_process_begins_anew_with_each_generation(tmp_path: Path) -> None:
+    given = config(tmp_path).with_(minibatches=1)  # a process that reads beside two may find a newer version
     deaths = [Death(1, 1, "rollout"), Death(0, 2, "forward")]
     undisturbed = run(tmp_path / "none", given, real=True)
     assert_equal(run(tmp_path / "deaths", given, deaths, real=True), undisturbed)
