@@ -43,8 +43,8 @@ from odc.integrations.transformers_checkpoints import (
     WHOLE,
     adapter_weights,
     load_optimizer,
+    load_weights,
     saved_weights,
-    weights_for,
 )
 from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_unplanned, wants_router_loss
 from odc.integrations.transformers_pieces import arguments_of, refuse_documents, refuse_unsplittable, row_of
@@ -321,8 +321,7 @@ class OdcTrainer(RecoveringTrainer):
         if hasattr(model, "peft_config") and not isinstance(model, PreTrainedModel):
             set_model_state_dict(model, adapter_weights(model, resume_from_checkpoint), options=_PART)
         else:
-            weights = weights_for(model, self._kind, resume_from_checkpoint) if self._reads else {}
-            set_model_state_dict(model, weights, options=self._reading)
+            load_weights(model, self._kind, resume_from_checkpoint, self._reading)
 
     @property
     def _reading(self) -> StateDictOptions:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -29,24 +31,51 @@ def weights_for(model: Any, kind: Any, checkpoint: str) -> dict[str, Any]:
     """
     own: dict[str, Any] = get_model_state_dict(model)
     shapes = {name: value.shape for name, value in own.items()}
-    weights: dict[str, Any] = {}
+    weights, unable = dict[str, Any](), None
     if isinstance(model, PreTrainedModel):
-        fresh, found = kind.from_pretrained(checkpoint, ignore_mismatched_sizes=True, output_loading_info=True)
-        unread = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
-        read = fresh.state_dict()
-        weights = {
-            name: read[name]
-            for name, shape in shapes.items()
-            if name in read and name not in unread and read[name].shape == shape
-        }
+        dtypes = {value.dtype for value in own.values() if value.is_floating_point()}
+        try:
+            read = _read_by(kind, checkpoint, max(dtypes, key=lambda one: one.itemsize))
+        except Exception as error:  # a class may take more than a config
+            read, unable = {}, error
+        weights = {name: read[name] for name, shape in shapes.items() if name in read and read[name].shape == shape}
     for file in sorted(Path(checkpoint).glob("*.safetensors")) if len(weights) < len(shapes) else ():
         with safe_open(file, framework="pt") as opened:
             for name in shapes.keys() & {*opened.keys()} - weights.keys():
                 if opened.get_slice(name).get_shape() == [*shapes[name]]:
                     weights[name] = opened.get_tensor(name)
     if missing := sorted(shapes.keys() - weights.keys()):
-        raise ConfigError(f"{checkpoint} has no weights of the model's shape for {', '.join(missing)}")
+        why = f"; {kind.__name__} could not read it: {unable}" if unable else ""
+        raise ConfigError(f"{checkpoint} has no weights of the model's shape for {', '.join(missing)}{why}") from unable
     return weights
+
+
+def _read_by(kind: Any, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The saved weights that a model of this class makes, in a dtype that holds each of the checkpoint's exactly.
+
+    By itself transformers rounds all to one: that of the first weight, which may be one of few that are not trained.
+    """
+    fresh, found = kind.from_pretrained(checkpoint, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True)
+    unread = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    return {name: value for name, value in fresh.state_dict().items() if name not in unread}
+
+
+def load_weights(model: Any, kind: Any, checkpoint: str, options: StateDictOptions) -> None:
+    """Load the whole saved weights; with `broadcast_from_rank0` the first rank reads them, and it is a collective.
+
+    Raises what `weights_for` raises, on every rank.
+    """
+    weights, wrong = dict[str, Any](), list[str | None]([None])
+    if not options.broadcast_from_rank0 or dist.get_rank() == 0:
+        try:
+            weights = weights_for(model, kind, checkpoint)
+        except ConfigError as error:
+            wrong = [str(error)]
+    if options.broadcast_from_rank0:
+        dist.broadcast_object_list(wrong)
+    if wrong[0] is not None:
+        raise ConfigError(wrong[0])
+    set_model_state_dict(model, weights, options=options)
 
 
 def load_optimizer(model: Any, optimizer: Any, state: dict[str, Any], options: StateDictOptions) -> None:
@@ -97,14 +126,29 @@ def _named(state: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def adapter_weights(model: Any, checkpoint: str) -> dict[str, Any]:
-    """The saved adapter of a `PeftModel`, under the names that its parameters have in `model`."""
-    from peft import get_peft_model_state_dict, load_peft_weights
+    """The saved adapters of a `PeftModel`, and embeddings beside them, under the names that they have in `model`.
 
-    # Given names in place of weights, PEFT returns which parameter it saves under which name.
-    names = {name: name for name, _ in model.named_parameters()}
-    saved_as = get_peft_model_state_dict(model, names, save_embedding_layers=False)
-    saved = load_peft_weights(checkpoint, device="cpu")
-    return {name: saved[key] for key, name in saved_as.items()}
+    An adapter that the checkpoint does not hold, as one that was added since, is left out. Raises ConfigError if it
+    holds none, or one without some of its weights.
+    """
+    from peft import get_peft_model_state_dict, load_peft_weights
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+
+    # Given names in place of weights, PEFT returns which of them it saves under which name.
+    names, weights = {name: name for name in get_model_state_dict(model)}, dict[str, Any]()
+    for adapter in model.peft_config:
+        folder = Path(checkpoint) if adapter == "default" else Path(checkpoint) / adapter
+        if not any((folder / name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+            continue
+        saved = load_peft_weights(str(folder), device="cpu")
+        own = get_peft_model_state_dict(model, names, adapter, save_embedding_layers=False)
+        if missing := sorted(own.keys() - saved.keys()):
+            raise ConfigError(f"{folder} has no weights of adapter {adapter} for {', '.join(missing)}")
+        either = get_peft_model_state_dict(model, names, adapter, save_embedding_layers=True)
+        weights |= {name: saved[key] for key, name in either.items() if key in saved}
+    if not weights:
+        raise ConfigError(f"{checkpoint} holds none of the model's adapters: {', '.join(model.peft_config)}")
+    return weights
 
 
 def saved_weights(model: Any) -> dict[str, Any]:

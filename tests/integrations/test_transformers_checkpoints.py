@@ -108,17 +108,86 @@ def test_modules_that_were_added_or_replaced_are_resumed_and_loaded_as_the_best(
 
 
 def grown(rank: int, world: int, folder: Path) -> str:
-    """The error of the rank that reads, of a checkpoint without a module that the model has by now."""
-    from odc.integrations.transformers_checkpoints import weights_for
-
+    """The error of a checkpoint without a module that the model has by now."""
     as_torchrun(rank, world)
     made(True, folder, model(), max_steps=1).train()
     trainer = made(True, folder, changed())
     with pytest.raises(ConfigError) as refusal:
-        weights_for(trainer.model, trainer._kind, str(folder / "checkpoint-1"))
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
     return str(refusal.value)
 
 
-def test_weights_that_a_checkpoint_does_not_hold_are_named(ranks, tmp_path) -> None:
+def test_weights_that_a_checkpoint_does_not_hold_are_named_on_every_rank(ranks, tmp_path) -> None:
     for message in ranks(2).run(grown, tmp_path, timeout=500):
         assert "no weights of the model's shape for added.weight, model.layers.0.mlp.down_proj.weight" in message
+
+
+def test_trained_fp32_weights_beside_frozen_bf16_ones_are_read_to_the_bit(tmp_path: Path) -> None:
+    """The checkpoint's config has the dtype of the first weight, to which transformers rounds the others."""
+    from odc.integrations.transformers_checkpoints import weights_for
+
+    net = model().to(torch.bfloat16)
+    net.model.layers.float()
+    with torch.no_grad():
+        for parameter in net.model.layers.parameters():
+            parameter.add_(1e-4)
+    net.save_pretrained(tmp_path)
+    found = weights_for(net, type(net), str(tmp_path))
+    assert found.keys() == net.state_dict().keys()
+    assert not [name for name, value in net.state_dict().items() if not torch.equal(found[name], value.float())]
+
+
+def test_a_model_whose_class_takes_more_than_a_config_is_read(tmp_path: Path) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    from odc.integrations.transformers_checkpoints import weights_for
+
+    class Labelled(Qwen2ForCausalLM):
+        def __init__(self, config: Any, labels: int) -> None:
+            super().__init__(config)
+            self.score = torch.nn.Linear(32, labels)
+            self.post_init()
+
+    net = Labelled(model().config, 3)
+    net.save_pretrained(tmp_path)
+    found = weights_for(net, Labelled, str(tmp_path))
+    assert not [name for name, value in net.state_dict().items() if not torch.equal(found[name], value)]
+    with pytest.raises(ConfigError, match=r"for score\.bias, score\.weight; Labelled could not read it: .*labels"):
+        weights_for(Labelled(model().config, 4), Labelled, str(tmp_path))
+
+
+def adapted(base: Path, seed: int, case: str) -> Any:
+    """A model with adapters whose new weights are other ones for each seed."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen2ForCausalLM
+
+    net: Any = Qwen2ForCausalLM.from_pretrained(base)
+    torch.manual_seed(seed)
+    if case == "a module with a buffer":
+        net.lm_head.register_buffer("seen", torch.zeros(()))
+        return get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    net.resize_token_embeddings(64, mean_resizing=False)
+    net = get_peft_model(net, LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="first")
+    net.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
+    net.set_adapter("second")
+    net.get_input_embeddings().requires_grad_(True)
+    return net
+
+
+def runs_of_adapted(rank: int, world: int, folder: Path, case: str) -> list[Logged]:
+    """Logged steps of a run and of the one resumed after its first step, from new weights of another seed."""
+    as_torchrun(rank, world)
+    runs = []
+    for seed, checkpoint in enumerate((None, str(folder / "checkpoint-1"))):
+        trainer = made(True, folder, adapted(folder / "base", seed, case))
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(logged(trainer))
+    return runs
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft: make test-integrations")
+@pytest.mark.parametrize("case", ["two adapters and a grown vocabulary", "a module with a buffer"])
+def test_adapters_and_what_is_saved_beside_them_are_resumed(ranks, tmp_path, case: str) -> None:
+    model().save_pretrained(tmp_path / "base")
+    whole, resumed = ranks(2).run(runs_of_adapted, tmp_path, case, timeout=500)[0]
+    assert len(whole) == 3 and resumed == whole
