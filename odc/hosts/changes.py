@@ -112,7 +112,8 @@ class ShardReads:
         begun = time.perf_counter()
 
         def then() -> None:
-            self._note_read(unit, epoch, begun, tally)
+            if self._layout.grid.is_remote(peer.member):  # what is copied within this machine says nothing of a link
+                self._note_read(unit, epoch, begun, tally)
             self._check(peer, unit, version)
             _announce(peer, unit, epoch)
 

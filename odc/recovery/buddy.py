@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from odc.deadlines import STATE_LONGEST_POLL_S, STATE_POLL_S, WORD_SLEEP_S, Backoff, Deadline
@@ -46,9 +47,17 @@ def ward_of(hosts: Mapping[int, str], rank: int) -> int | None:
     return before[ranks[hosts[rank]].index(rank) % len(before)]
 
 
-def refuse_hosts(generations: Generations, *, buddies: bool) -> None:
-    """UnsupportedError where the hosts of a generation need buddies and there are none, or the other way round."""
-    hosts = {presence.host for presence in generations.presences.values()}
+def refuse_hosts(generations: Generations, *, buddies: bool, first: bool) -> None:
+    """UnsupportedError where the hosts of a generation need buddies and there are none, or the other way round.
+
+    Also where some rank would have no buddy, at the beginning (`first`): later ranks may come back where there is room.
+    """
+    hosts = Counter(presence.host for presence in generations.presences.values())
+    if buddies and first and len({*hosts.values()}) > 1:
+        counts = " and ".join(str(count) for count in hosts.values())
+        raise UnsupportedError(
+            f"keep='buddy' needs equally many ranks on each host, not {counts}: each keeps the state of one other"
+        )
     if len(hosts) > 1 and generations.may_shrink and not buddies:
         raise UnsupportedError("with fewest=..., ranks on several hosts need keep='buddy'")
     if len(hosts) == 1 and not generations.may_shrink and buddies:

@@ -369,7 +369,7 @@ class Recovery:
                 with self._shown.answering(lambda: self.rank):
                     agreed = self._generations.enter(self._held.shown)
                 entered = True
-                refuse_hosts(self._generations, buddies=self._buddies is not None)
+                refuse_hosts(self._generations, buddies=self._buddies is not None, first=agreed is None)
                 self._held.take_own()
                 self._group = make_group(self._store, self._generations, self._device, self._settings)
                 if self._buddies is not None:

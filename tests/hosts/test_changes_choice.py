@@ -131,6 +131,16 @@ def test_two_reads_in_progress_are_no_slower_link(monkeypatch: pytest.MonkeyPatc
     assert alone <= reads.seconds(unit.published_bytes) <= 1.25 * alone
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_copy_within_the_machine_says_nothing_of_the_link(remote: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With replicas, some members of other nodes are on this host."""
+    with two_hosts(changes="auto") as spread:
+        tally, layout, unit = _Tally(), spread.group.layouts[0], spread.group.units[0]
+        monkeypatch.setattr(type(layout.grid), "is_remote", lambda grid, member: remote)
+        spread.caches[0].reads._whole(layout.share(2), unit, 1, tally).then()
+    assert tally.shards == remote
+
+
 @on_devices
 def test_a_slow_link_is_measured_once_in_a_while(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an epoch of which all units are read whole."""

@@ -182,6 +182,12 @@ def test_a_job_ends_by_name_where_both_copies_of_a_state_are_gone(three: Hosts, 
         run_on(three, 1, tmp_path / "deaths", deaths, launches=launches, keep="buddy")
 
 
+def test_hosts_with_unequally_many_ranks_cannot_be_buddies(two: Hosts, tmp_path: Path) -> None:
+    launches = [Launch([0, 1, 2], 0), Launch([3], 0)]
+    with pytest.raises(RanksFailed, match="keep='buddy' needs equally many ranks on each host, not 3 and 1"):
+        run_on(two, 2, tmp_path / "job", launches=launches, keep="buddy")
+
+
 @pytest.mark.thorough
 def test_nothing_is_left_of_a_generation_over_hosts(two: Hosts, tmp_path: Path) -> None:
     """Some connections and threads come when they are first needed; one that each generation left would be 8."""
