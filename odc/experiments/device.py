@@ -35,15 +35,18 @@ def check_device(config: JobConfig, arm: ArmName) -> None:
     if not torch.cuda.is_available():
         raise UnsupportedError("device: no CUDA device here (`odc doctor --need cuda` says what is missing)")
     devices, ranks = torch.cuda.device_count(), ranks_here(config.ranks)
+    here = f"{devices} here"
+    if devices == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
+        here += " (a launcher that shows each process one of several, by CUDA_VISIBLE_DEVICES, must show it all)"
     if ranks > devices and config.export is not None:
         raise ConfigError(
             f"export: a whole model is gathered by NCCL, which needs a CUDA device a rank; {ranks} ranks share "
-            f"{devices} here. Save checkpoints (--output), and export on the CPU (--resume, without --device)"
+            f"{here}. Save checkpoints (--output), and export on the CPU (--resume, without --device)"
         )
     if ranks > devices and not arm_named(arm).on_demand:
         raise ConfigError(
-            f"device: arm {arm} uses NCCL, which needs a CUDA device a rank; {ranks} ranks share {devices} "
-            f"here. Take --ranks {devices}, or only arms that share devices (odc and all odc-*)"
+            f"device: arm {arm} uses NCCL, which needs a CUDA device a rank; {ranks} ranks share {here}. "
+            f"Take --ranks {devices}, or only arms that share devices (odc and all odc-*)"
         )
 
 

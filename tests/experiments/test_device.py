@@ -44,6 +44,10 @@ def test_collectives_need_a_device_a_rank(tmp_path: Path, monkeypatch: pytest.Mo
     preflight(job(tmp_path, export=str(tmp_path / "whole")))
     with pytest.raises(ConfigError, match="export: a whole model is gathered by NCCL.*4 ranks share 2 here"):
         preflight(job(tmp_path, ranks=4, export=str(tmp_path / "whole")))
+    devices(monkeypatch, 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(ConfigError, match="4 ranks share 1 here .*CUDA_VISIBLE_DEVICES, must show it all"):
+        preflight(job(tmp_path, arm="fsdp2", ranks=4))
     compared = CompareConfig(TextWorkload(job(tmp_path, ranks=4, output=str(tmp_path / "out"))))
     with pytest.raises(ConfigError, match="arm fsdp2 uses NCCL"):
         run_arms(compared, print)

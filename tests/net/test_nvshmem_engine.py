@@ -134,7 +134,7 @@ def test_a_read_that_does_not_end_names_its_rank_in_time(engines: list[NvshmemEn
     """What the library goes on writing to, and the lane that waits for it, are not used again."""
     library.ends, begin = False, time.monotonic()
     with pytest.raises(
-        WaitTimeoutError, match=r"rank 0, reading shards of rank 1: nothing has come for 0\.3 s"
+        WaitTimeoutError, match=r"rank 0, reading shards of rank 1: it has not ended after 0\.3 s"
     ) as late:
         engines[0].read(1, "region", 0, library.slab(0)[:10], what="shards")
     assert late.value.culprit == 1 and time.monotonic() - begin < 30

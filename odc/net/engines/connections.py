@@ -72,7 +72,7 @@ class Answers:
                 self.refuse_dead()
                 self.check_on()
                 if deadline.passed():
-                    raise self.late()
+                    raise self.late("it has not ended after")
         return found
 
     def lost(self, why: object) -> PeerLostError:
@@ -83,9 +83,9 @@ class Answers:
         """The error of a read of bytes that the other rank does not expose."""
         return self.lost(f"it exposes no {nbytes} bytes at {offset} of {region!r} (any more)")
 
-    def late(self) -> WaitTimeoutError:
+    def late(self, how: str = "nothing has come for") -> WaitTimeoutError:
         """The error of a read that takes too long."""
-        text = f"{self._reading()}: nothing has come for {self.timeout_s:g} s"
+        text = f"{self._reading()}: {how} {self.timeout_s:g} s"
         return WaitTimeoutError(f"{text}; raise Settings.timeout_s if it is only slow", culprit=self.rank)
 
     def _reading(self) -> str:
