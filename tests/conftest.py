@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import hypothesis
 import pytest
 
-_BEGIN = time.monotonic()
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 # Tests import `support`, their shared scaffolding, from here; rank processes get pytest's path.
@@ -29,7 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="all",
         help="quick: every behaviour once (`make test`); rest: what that leaves out; all: both (the default)",
     )
-    parser.addoption("--seconds", type=float, default=float("inf"), help="after so many, no further test begins")
+    parser.addoption(
+        "--until", type=float, default=float("inf"), help="when (seconds of the epoch) tests stop to begin"
+    )
     parser.addoption("--turn", type=int, default=0, help="which file is the first: another number, another file")
     parser.addoption("--installed", help="packages, with commas between, without which not to start", default="")
 
@@ -73,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.monotonic() - _BEGIN > item.config.getoption("--seconds"):
+    if time.time() > item.config.getoption("--until"):
         pytest.skip("no time is left")
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,9 @@ pytest.importorskip("transformers", reason="needs the train extra")
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """What two and three ranks of the page's script return under torchrun."""
-    folder, found = ClusterFolder(tmp_path_factory.mktemp("torchrun")), {}
-    for ranks in (2, 3):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        folder.run([*torchrun, "train.py"])
-        found[ranks] = folder.left()
-    return found
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What two ranks of the page's script return under torchrun."""
+    return ClusterFolder(tmp_path_factory.mktemp("torchrun")).under_torchrun(2)
 
 
 @pytest.fixture
@@ -54,19 +48,19 @@ def test_recipes_are_short() -> None:
                 assert len(block.splitlines()) <= 30 - 5 * (heading != "A script of your own"), heading
 
 
-def test_a_script_of_ones_own_under_srun(folder: ClusterFolder, expected: dict[int, list[str]]) -> None:
+def test_a_script_of_ones_own_under_srun(folder: ClusterFolder, expected: list[str]) -> None:
     step = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     step |= {"SLURM_STEP_NUM_NODES": "1", "MASTER_PORT": port()}
     folder.run(["python", "train.py"], [step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"])
-    assert folder.left() == expected[2]
+    assert folder.left() == expected
 
 
-def test_the_script_under_spawn(folder: ClusterFolder, expected: dict[int, list[str]]) -> None:
+def test_the_script_under_spawn(folder: ClusterFolder, expected: list[str]) -> None:
     text = recipe("mp.spawn", "python")
     assert text.count("29500") == 1 and text.count("nprocs=2") == 1
     (folder.folder / "spawn.py").write_text(text.replace("29500", port()))
     folder.run(["python", "spawn.py"])
-    assert folder.left() == expected[2]
+    assert folder.left() == expected
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +71,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     made.close()
 
 
-def test_the_batch_script_in_a_real_slurm(slurm: Slurm, folder: ClusterFolder, expected: dict[int, list[str]]) -> None:
+def test_the_batch_script_in_a_real_slurm(slurm: Slurm, folder: ClusterFolder, expected: list[str]) -> None:
     text = recipe("Slurm", "bash")
     assert text.startswith("#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=8\nsrun odc train")
     (folder.folder / "job.sh").write_text(
@@ -85,7 +79,7 @@ def test_the_batch_script_in_a_real_slurm(slurm: Slurm, folder: ClusterFolder, e
     )
     folder.run(["sbatch", "--wait", "-o", str(folder.folder / "log"), "job.sh"], [slurm.environment])
     trained(folder)
-    assert folder.left() == expected[2]
+    assert folder.left() == expected
 
 
 def in_pods(folder: ClusterFolder, command: Sequence[str], env: Mapping[str, str], hosts: int, ranks: int = 1) -> None:

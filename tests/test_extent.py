@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,8 @@ def test_each_turn_begins_with_another_file_and_no_test_begins_when_time_is_over
     for turn, begun in ((3, "aabbcc"), (4, "bbccaa"), (5, "ccaabb")):
         listed = pytest_in(tmp_path, "--collect-only", "-q", "--turn", str(turn))
         assert re.findall(r"test_(.)\.py::", listed) == list(begun)
-    assert "6 passed in" in pytest_in(tmp_path, "--seconds", "3600")
-    assert re.search(r"SKIPPED \[6\] .*: no time is left\n", pytest_in(tmp_path, "-rs", "--seconds", "0"))
+    assert "6 passed in" in pytest_in(tmp_path, "--until", str(time.time() + 3600))
+    assert re.search(r"SKIPPED \[6\] .*: no time is left\n", pytest_in(tmp_path, "-rs", "--until", str(time.time())))
 
 
 def test_the_files_that_begin_first_exist() -> None:

@@ -4,10 +4,12 @@ docs/clusters.md, whose ranks train what ranks of torchrun do.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,20 +62,15 @@ def test_ray_starts_actors_again(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
-    """What ranks of torchrun return, by their number."""
-    folder, found = ClusterFolder(tmp_path_factory.mktemp("torchrun")), {}
-    for ranks in (2, 4):
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        folder.run([*torchrun, "train.py"])
-        found[ranks] = folder.left()
-    return found
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[str]]:
+    """What so many ranks of torchrun return."""
+    return functools.cache(ClusterFolder(tmp_path_factory.mktemp("torchrun")).under_torchrun)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("heading", "number"), [("Ray Train", "num_workers=2"), ("Ray actors", "world = 2")])
 def test_ranks_of_ray_train_as_those_of_torchrun(
-    heading: str, number: str, ranks: int, expected: dict[int, list[str]], tmp_path: Path
+    heading: str, number: str, ranks: int, expected: Callable[[int], list[str]], tmp_path: Path
 ) -> None:
     folder, text = ClusterFolder(tmp_path), recipe(heading, "python")
     assert text.count(number) == 1
@@ -81,4 +78,4 @@ def test_ranks_of_ray_train_as_those_of_torchrun(
     small = "import ray\nray.init(num_cpus=5, include_dashboard=False, object_store_memory=80 * 2**20)\n"
     (tmp_path / "job.py").write_text(small + text)
     folder.run(["python", "job.py"], [{"HOME": str(tmp_path)}])
-    assert folder.left() == expected[ranks]
+    assert folder.left() == expected(ranks)

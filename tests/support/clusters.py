@@ -96,6 +96,12 @@ class ClusterFolder:
         codes = [process.returncode for process in started]
         assert not any(codes), (codes, [text[-3000:] for text in printed])
 
+    def under_torchrun(self, ranks: int) -> list[str]:
+        """What so many ranks of `train.py` leave."""
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        self.run([*torchrun, "train.py"])
+        return self.left()
+
     def left(self) -> list[str]:
         """What the ranks of `train.py` have left, in rank order; gone afterwards."""
         files = sorted(self.folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
