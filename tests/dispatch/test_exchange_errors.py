@@ -71,7 +71,7 @@ def test_no_row_moves_by_plans_that_differ(kind: str, of_rank_1: dict[str, Any])
 def stays_away(rank: int, world: int, kind: str) -> None:
     """Rank 1 stays until rank 0 has given up, so a deadline that never runs out would keep both for ever."""
     over = default_store()
-    with exchange_of(kind, rank, world, ["data"], timeout_s=20.0) as exchange:
+    with exchange_of(kind, rank, world, ["data"], timeout_s=10.0) as exchange:
         dist.barrier()
         if rank == 1:
             over.wait(["rank 0 has given up"], timedelta(hours=1))

@@ -100,7 +100,7 @@ def test_a_job_goes_on_without_a_rank(tmp_path: Path, capfd: pytest.CaptureFixtu
     """Each step has the same samples, whichever ranks train them, so the losses are the same but for rounding."""
     config = tiny_job(tmp_path, steps=6, ranks=3, reproducible=True)
     undisturbed = run(TextWorkload(config))
-    fewer = config.with_(recover=1, fewest=2, rejoin_s=15.0, output=str(tmp_path / "out"))
+    fewer = config.with_(recover=1, fewest=2, rejoin_s=10.0, output=str(tmp_path / "out"))
     (tmp_path / "deaths").mkdir()
     deaths = (Death(0, 2, "done"), Death(0, 4, "done"))
     capfd.readouterr()

@@ -68,7 +68,7 @@ def test_an_aborted_root_stays_aborted(nothing_left: list[int]) -> None:
 
 
 def stuck(rank: int, world: int, go_on: Path) -> None:
-    model, _ = job(rank, world, settings=Settings(timeout_s=30.0))
+    model, _ = job(rank, world, settings=Settings(timeout_s=15.0))
     report(time.monotonic())
     backward(model, rank, 0)
     while rank == 1 and not go_on.exists():

@@ -111,7 +111,7 @@ def test_an_exception_is_shown_with_its_rank_and_the_pool_is_rebuilt(ranks: Pool
 def test_a_timeout_shows_the_stack_and_kills_the_pool(ranks: Pools) -> None:
     before = [pid for pid, *_ in ranks(2).run(add_ranks, 0)]
     with pytest.raises(RanksFailed, match=re.compile(r"rank 0 .*no answer.*in sleep_on", re.DOTALL)) as failure:
-        ranks(2).run(sleep_on, 0, timeout=30.0)
+        ranks(2).run(sleep_on, 0, timeout=10.0)
     assert "rank 1" not in str(failure.value)
     assert not processes_of(before)
     assert len(ranks(2).run(add_ranks, 0)) == 2

@@ -16,7 +16,7 @@ def test_a_survivor_that_hangs_is_named_by_those_that_wait_for_it(tmp_path: Path
     with pytest.raises(
         JobFailedError, match=r"in generation \d, waiting for ranks \[(0, )?1\] to meet the others: none"
     ):
-        run(tmp_path, 3, deaths, restarts=1, rejoin_s=20.0)
+        run(tmp_path, 3, deaths, restarts=1, rejoin_s=10.0)
 
 
 def test_a_rank_that_always_dies_ends_the_job(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from support.leaving import Leave, train
 from support.ranks import RanksFailed
 from support.recovering_hosts import Launch, run_program_on
 
-BUDDY = {"fewest": 1, "keep": "buddy", "rejoin_s": 30.0}
+BUDDY = {"fewest": 1, "keep": "buddy", "rejoin_s": 20.0}
 #: Hosts, ranks of each, and who leaves.
 CASES: dict[str, tuple[int, int, list[Leave], list[int]]] = {
     "all hosts but one": (3, 1, [Leave(0, 2, "clip"), Leave(2, 4, "forward")], [3, 2, 1]),

@@ -69,7 +69,7 @@ def test_what_cannot_be_is_refused(rank: int, world: int) -> None:
 
 def keeps_what_is_not_copied(rank: int, world: int) -> None:
     """Rank 1 is there and looks on until rank 0 has given up."""
-    arena, store = arena_of(rank, world, 4096, timeout_s=20.0), default_store()
+    arena, store = arena_of(rank, world, 4096, timeout_s=10.0), default_store()
     store.set(f"{rank} is there", "")
     store.wait([f"{1 - rank} is there"], timedelta(hours=1))
     if rank == 1:

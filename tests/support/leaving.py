@@ -111,7 +111,7 @@ def train(folder: str, steps: int, leaves: Sequence[Leave], options: dict[str, A
     fate.watch(StateSlot, "fill", "keep", after=True)
     fate.watch(FormerLayout, "part", "divide")
     fate.watch(Generations, "ready", "ready")
-    with odc.Recovery(**{"rejoin_s": 15.0, **options}) as recovery:
+    with odc.Recovery(**{"rejoin_s": 10.0, **options}) as recovery:
         fate.step = recovery.step
         model, optimizer = build()
         history, done = History(), list[int]()
