@@ -106,11 +106,14 @@ def read_inputs(
 ) -> Inputs:
     """Check the arguments of a policy, which `odc.balance.lb_mini` lists.
 
-    Raises PlanError for no samples or ranks, lengths or caps that are no integers, a length below 1, a sample over the
-    cap, caps, speeds or groups of the wrong number, a speed that is not above 0, a cost that is not finite and >= 0.
+    Raises PlanError for no samples or ranks, lengths, caps or a seed that are no integers, a length below 1, a sample
+    over the cap, caps, speeds or groups of the wrong number, a speed that is not above 0, a cost that is not finite
+    and >= 0.
     """
     if ranks < 1:
         raise PlanError(f"a plan needs at least one rank, got ranks={ranks!r}")
+    if not hasattr(seed, "__index__"):
+        raise PlanError(f"seed must be an integer, got {seed!r}")
     caps = read_caps(max_tokens, ranks)
     if len(caps) != ranks:
         raise PlanError(f"max_tokens lists {len(caps)} caps for {ranks} ranks")
@@ -130,7 +133,7 @@ def read_inputs(
         speeds=_checked_speeds(speeds, ranks),
         groups=listed,
         sticky=len(listed) < len(known),
-        seed=seed,
+        seed=operator.index(seed),  # of NumPy's integers `random` takes none
     )
 
 

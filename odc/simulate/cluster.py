@@ -124,17 +124,13 @@ class Cluster:
         return self.call_seconds + (max(seconds, nbytes / self.accumulate_bandwidth) if push else seconds)
 
     def gather_seconds(self, nbytes: float, shards: int, *, reduces: bool = False) -> float:
-        """All-gather of `nbytes` in all, or a reduce-scatter, over `shards` ranks, once all have arrived.
-
-        Uneven shards are padded to the largest.
-        """
+        """All-gather of `nbytes` in all, or a reduce-scatter, over `shards` ranks, once all have arrived."""
         if shards == 1 or nbytes == 0:
             return 0.0
         rounds = 2 if reduces and self.collective == "gloo" else 1
-        padded = nbytes * min(float(shards), self.owner_skew)
-        inside = padded * (shards - 1) / shards / self.intra_bandwidth if self.node > 1 else 0.0
+        inside = self._padded(nbytes, shards) * (shards - 1) / shards / self.intra_bandwidth if self.node > 1 else 0.0
         nodes = max(1, shards // self.node)
-        across = self.crossing(padded, shards) / min(self.node, shards) / self.inter_bandwidth
+        across = self.crossing(nbytes, shards) / min(self.node, shards) / self.inter_bandwidth
         return self.call_seconds + rounds * (self._hops(shards, nodes) + max(inside, across))
 
     def crossing(self, nbytes: float, shards: int) -> float:
@@ -143,7 +139,11 @@ class Cluster:
         if nodes == 1:
             return 0.0
         parts = shards if self.collective == "gloo" else nodes
-        return nbytes * (parts - 1) / parts
+        return self._padded(nbytes, shards) * (parts - 1) / parts
+
+    def _padded(self, nbytes: float, shards: int) -> float:
+        """What a collective moves for `nbytes`: uneven shards are padded to the largest."""
+        return nbytes * min(float(shards), self.owner_skew)
 
     def exchange_seconds(self, nbytes: float) -> float:
         """Reduce-scatter or all-gather between the nodes of `nbytes`, each rank with its peers of the same place."""

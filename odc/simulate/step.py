@@ -96,7 +96,10 @@ class Step:
         return across + model.optimizer_seconds
 
     def node_bytes(self, counts: Sequence[int]) -> float:
-        """Bytes that leave a node in the minibatch, the mean over nodes; `counts` are microbatches by rank."""
+        """Bytes that leave a node in the minibatch, the mean over nodes; `counts` are microbatches by rank.
+
+        They are those of whole samples. A piece fetches and pushes what a microbatch does.
+        """
         cluster, model, shards = self.cluster, self.model, self.shards
         apart = (cluster.nodes - 1) / cluster.nodes
         if self.within_node:
@@ -106,7 +109,8 @@ class Step:
         uses = model.uses()
         fetched, pushed = sum(use.fetch_bytes for use in uses), sum(use.push_bytes for use in uses)
         if self.transport in ("on demand", "dynamic"):
-            return sum(counts) / cluster.nodes * (fetched + pushed) * (shards - cluster.node) / shards
+            runs = sum(counts) + sum(len(gang.ranks) for gang in self.gangs)
+            return runs / cluster.nodes * (fetched + pushed) * (shards - cluster.node) / shards
         reduced = cluster.crossing(pushed, shards) * (2 if cluster.collective == "gloo" else 1)
         if self.transport == "resident":
             return cluster.crossing(model.parameter_bytes, shards) + reduced

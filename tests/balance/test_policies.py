@@ -37,6 +37,14 @@ def test_valid_capped_and_at_or_above_the_bound(policy, lengths, ranks, cost, se
 
 
 @each_policy
+def test_a_seed_may_be_of_numpy_and_is_an_integer(policy):
+    lengths = [10] * 30
+    assert policy(lengths, 4, CAP, seed=np.random.default_rng(0).integers(7, 8)) == policy(lengths, 4, CAP, seed=7)
+    with pytest.raises(PlanError, match=r"seed must be an integer, got 7\.5"):
+        policy(lengths, 4, CAP, seed=7.5)
+
+
+@each_policy
 @given(st.data(), LENGTHS, st.integers(1, 6), COSTS)
 @settings(max_examples=up_to(60))
 def test_speeds_caps_and_groups_are_kept(policy, data, lengths, ranks, cost):

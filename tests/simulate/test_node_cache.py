@@ -9,6 +9,7 @@ import pytest
 from odc.arms import Transport
 from odc.errors import ConfigError
 from odc.simulate import Cluster, Model, Step, Unit, simulate
+from odc.simulate.workload import Gang
 
 ONE = Model((Unit(8.0, 8.0, 1.0),))
 TWO = Model((Unit(8.0, 8.0, 0.5), Unit(8.0, 8.0, 0.5)))
@@ -64,6 +65,22 @@ def test_bytes_are_those_of_the_formulas(hosts: int, per_host: int, microbatches
     assert crossing("collectives", reduce_once=True) == pytest.approx((world - 1) / world * (2 * m + 2))
     if per_host > 1:
         assert crossing("collectives", within_node=True) == pytest.approx(2 * apart)
+
+
+def test_pieces_move_what_microbatches_do() -> None:
+    cluster = Cluster(4, 2, inter_bandwidth=1.0)
+    whole = simulate(Step(cluster, ONE, [[6.0], [6.0], [6.0], []], "on demand"))
+    split = simulate(Step(cluster, ONE, [[6.0], [], [], []], "on demand", gangs=[Gang((1, 2), (6.0, 6.0))]))
+    assert split.node_bytes == whole.node_bytes == pytest.approx(3 / 2 * 3 * 8 / 2), "two fetches and a push each"
+
+
+def test_collectives_move_the_padding_of_uneven_shards_for_which_they_take_time() -> None:
+    even, skewed = (
+        Step(Cluster(4, 2, inter_bandwidth=1.0, owner_skew=skew), ONE, [[6.0]] * 4, "collectives")
+        for skew in (1.0, 2.0)
+    )
+    assert simulate(skewed).node_bytes == pytest.approx(2 * simulate(even).node_bytes)
+    assert skewed.cluster.gather_seconds(8.0, 4) == pytest.approx(2 * even.cluster.gather_seconds(8.0, 4))
 
 
 def test_gloo_takes_twice_as_long_to_reduce_as_to_gather() -> None:
