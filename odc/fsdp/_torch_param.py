@@ -58,7 +58,7 @@ class ShardedParam:
         if kept is None:
             # An explicit None leaves `.grad` in the dtype of the reduction, which a group's parameters share.
             trained = [one for one in params_of(self._group) if one.parameter.requires_grad]
-            return functools.reduce(torch.promote_types, [one._summed_in() for one in trained])
+            return functools.reduce(torch.promote_types, [one._summed_in() for one in trained], self._summed_in())
         return kept
 
     def _kept_in(self, unset: torch.dtype) -> torch.dtype | None:

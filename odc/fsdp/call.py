@@ -94,6 +94,7 @@ def fully_shard(
     modules = module if isinstance(module, list) else [module]
     _refuse_classes(modules)
     _refuse_sharded_above(modules)
+    _refuse_late(modules)
     _refuse_mixed_dtypes(modules, ignored_params or set())
     whole = reshard_after_forward if isinstance(reshard_after_forward, bool) or reshard_after_forward is None else True
     compat.torch_fully_shard(
@@ -244,6 +245,19 @@ def _refuse_sharded_above(modules: list[nn.Module]) -> None:
                     f"{taken[0]!r} was sharded already, with the {type(above).__name__} around it: call fully_shard "
                     "bottom-up, on layers first and on the root last"
                 )
+
+
+def _refuse_late(modules: list[nn.Module]) -> None:
+    """A unit of a root is there when the root is first used."""
+    used = [root.state for root in live_roots()]
+    for above in sharded_modules() if used else ():
+        if compat.state_of(cast(compat.FSDPModule, above)) in used and any(
+            below in modules for below in above.modules() if below is not above
+        ):
+            raise UnsupportedError(
+                f"the {type(above).__name__} around {type(modules[0]).__name__} is in use: shard every module of a "
+                "model before its first forward, unshard or minibatch"
+            )
 
 
 def _refuse_mixed_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:

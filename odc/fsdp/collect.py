@@ -158,14 +158,14 @@ def write_gradients(
 ) -> None:
     """Add the minibatch's gradients of one unit to `.grad`, divided by `divide`, and run post-accumulate hooks.
 
-    `used`: for each of `params` whether any rank pushed to it in this minibatch. A fresh `.grad` is a view of `into`.
+    `used`: for each of `params` whether any rank pushed to it in this minibatch. One that was frozen since gets what
+    was pushed before, as under FSDP2. A fresh `.grad` is a view of `into`.
     """
-    wanted = [used_ and param.parameter.requires_grad for used_, param in zip(used, params, strict=True)]
-    if not any(wanted):
+    if not any(used):
         return
     total = reduced(reduction, unit, divide, into)
-    dtypes = {param.gradient_dtype for param, yes in zip(params, wanted, strict=True) if yes}
+    dtypes = {param.gradient_dtype for param, yes in zip(params, used, strict=True) if yes}
     by_dtype = {dtype: total.to(dtype) for dtype in dtypes}
-    for spec, param, yes in zip(unit.params, params, wanted, strict=True):
+    for spec, param, yes in zip(unit.params, params, used, strict=True):
         if yes:
             param.add_gradient(by_dtype[param.gradient_dtype], spec.accumulator_offset)

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_same
-from support.models import Case, own_parameters, tokens
+from support.models import Case, own_gradients, own_parameters, tokens
 from support.models import train as run_all
 from support.on_ranks import on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
 from support.ranks import Pools
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 from odc import Settings, fully_shard
 from odc.errors import PeerLostError, UnsupportedError
@@ -121,6 +122,28 @@ def unfrozen_before_the_first_use(shard_with: Make, rank: int, world: int) -> Re
     model.layers[0].requires_grad_(True)
     losses: Result = {f"loss{number}": step(model, optimizer, rank, number) for number in range(2)}
     return {**losses, **own_parameters(model)}
+
+
+@PROGRAMS.add
+def frozen_between_two_backwards(shard_with: Make, rank: int, world: int) -> Result:
+    """By its end a minibatch has a gradient of what was trained at its beginning: by one backward, so to the bit."""
+    model, _ = new(shard_with)
+    for last in (False, True):
+        model.set_requires_gradient_sync(last)
+        backward(model, rank, 0, microbatch=int(last))
+        model.layers[0].requires_grad_(False)
+    return {name: grad for name, grad in own_gradients(model).items() if name.startswith("layers.0.")}
+
+
+@on_ranks(2)
+def test_a_module_is_not_sharded_once_the_root_around_it_is_in_use(rank: int, world: int) -> None:
+    """FSDP2 makes it a root of its own, which odc's, with one end of a minibatch, would not know of."""
+    model, optimizer = new(fully_shard)
+    step(model, optimizer, rank, 0)
+    model.head = torch.nn.Linear(model.head.in_features, 5)
+    with pytest.raises(UnsupportedError, match="around Linear is in use: shard every module of a model"):
+        fully_shard(model.head)
+    assert not isinstance(model.head.weight, DTensor), "it has been sharded"
 
 
 @PROGRAMS.each()
