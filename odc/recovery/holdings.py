@@ -9,7 +9,7 @@ import subprocess
 
 from odc.recovery import keeper
 from odc.recovery.generations import Generations
-from odc.recovery.members import Held, Presence, Share
+from odc.recovery.members import Agreed, Held, NothingKeptError, Presence, Share
 from odc.recovery.slots import Slots
 
 
@@ -38,10 +38,11 @@ class Holdings(dict[Share, Slots]):
                     self[share] = Slots.held_by(kept.pid, held.fds, share)
         return {share: Held(slots.fds, slots.steps()) for share, slots in self.items()}
 
-    def take_own(self) -> None:
+    def take_own(self, needed: Agreed | None) -> None:
         """Those that a rank of this host holds of the process whose place this one takes; else new ones.
 
-        OSError if that rank has ended since it showed them.
+        OSError if that rank has ended since it showed them. NothingKeptError if they do not hold the step that is
+        `needed` of them: the process has begun on another host.
         """
         share = self.own_share
         if share in self:
@@ -50,6 +51,11 @@ class Holdings(dict[Share, Slots]):
             if share in presence.held:
                 self[share] = Slots.held_by(presence.pid, presence.held[share].fds, share)
                 return
+        if needed is not None and needed.layout == share.layout:
+            raise NothingKeptError(
+                f"rank {share.rank} begins on a host where no process holds what it has kept: start it on the host "
+                "where it was, or use keep='buddy'"
+            )
         self[share] = Slots.create(share)
 
     def hold_others(self, owners: dict[int, Held]) -> None:

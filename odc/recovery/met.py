@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
+from odc.errors import UnsupportedError
 from odc.fsdp import sharded_tops
 from odc.fsdp.minibatch import before_done
 
@@ -24,9 +25,14 @@ class MinibatchMet:
     def _note(self) -> None:
         self._ran = True
 
-    def watch(self, models: Iterable[nn.Module]) -> None:
-        """Where odc has sharded none of `models`, their program lets ranks meet, and no minibatch is asked for."""
+    def watch(self, models: Iterable[nn.Module], *, buddies: bool) -> None:
+        """Where odc has sharded none of `models`, their program lets ranks meet, and no minibatch is asked for.
+
+        UnsupportedError where `buddies` read what is kept: they come as far as the step between two minibatches.
+        """
         self._needed = any(sharded_tops(model) for model in models)
+        if buddies and not self._needed:
+            raise UnsupportedError("keep='buddy' is for models of fully_shard: their minibatches give it time to read")
 
     @property
     def since_kept(self) -> bool:

@@ -165,7 +165,7 @@ class Recovery:
             refuse_devices(one, self._device, fewer=self._generations.may_shrink)
         refuse_loaders(others)
         self._trained = TrainingState(models, optimizers, {"odc.trace": TracedPlace(), **others})
-        self._met.watch(models)
+        self._met.watch(models, buddies=self._buddies is not None)
         self._first = self.step = self._generations.begin_at(first)
         if self._agreed is None:
             if first != self._first:
@@ -224,7 +224,7 @@ class Recovery:
                 raise GenerationOver  # by a process that wants to join, of which no wait in odc would learn
 
     def wait_for_all(self, point: str) -> None:
-        """Wait until every rank of this generation has come to a point. Inside `repeatable`: a death ends the wait."""
+        """Wait until all ranks are at a point, each time another one. Inside `repeatable`: a death ends the wait."""
         self._generations.ready(point, Held([]))
 
     def finish(self) -> None:
@@ -370,7 +370,7 @@ class Recovery:
                     agreed = self._generations.enter(self._held.shown)
                 entered = True
                 refuse_hosts(self._generations, buddies=self._buddies is not None, first=agreed is None)
-                self._held.take_own()
+                self._held.take_own(agreed if self._buddies is None else None)
                 self._group = make_group(self._store, self._generations, self._device, self._settings)
                 if self._buddies is not None:
                     self._buddies.open(agreed)

@@ -168,11 +168,11 @@ class TrainingState:
                         )
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and buffers, with their names."""
+        """Parameters and buffers, with their names: of buffers all, as a forward may make two of them one tensor."""
         for module in [one for model in self.models for one in model.modules() if isinstance(one, FSDPModule)]:
             module.reshard()  # a forward without a backward leaves the root's parameters whole
         for i, model in enumerate(self.models):
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            for name, tensor in (*model.named_parameters(), *model.named_buffers(remove_duplicate=False)):
                 yield (f"{i}.{name}" if i else name), tensor
 
 
@@ -268,7 +268,10 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, thing: Any) -> Any:
         if not isinstance(thing, torch.Tensor):
             return None
-        self._tensors.append(_local(thing))
+        local = _local(thing)
+        if type(local) not in (torch.Tensor, torch.nn.Parameter):  # as optimizers of 8 bits have them
+            raise UnsupportedError(f"recovery is for states of plain tensors, and one is a {type(local).__name__}")
+        self._tensors.append(local)
         number, spread = len(self._tensors) - 1, None
         if isinstance(thing, DTensor):
             if thing.device_mesh not in self._meshes:

@@ -115,6 +115,12 @@ def test_a_model_that_odc_has_not_sharded_is_kept_after_each_step(recovery: odc.
     assert recovery._held.own.steps() == [1, 2]
 
 
+def test_a_buddy_of_a_model_that_odc_has_not_sharded_is_refused(recovery: odc.Recovery) -> None:
+    """Nothing would keep the rank from hiding a state before its buddy has read it."""
+    with pytest.raises(UnsupportedError, match="keep='buddy' is for models of fully_shard"):
+        recovery._met.watch([nn.Linear(4, 4)], buddies=True)
+
+
 def test_modes_of_before_the_loop_are_noted(recovery: odc.Recovery) -> None:
     model, optimizer = trained()
     model.eval()

@@ -175,6 +175,13 @@ def test_ranks_of_a_lost_host_come_back_on_another(three: Hosts, undisturbed: An
 
 
 @pytest.mark.thorough
+def test_a_rank_that_comes_back_on_another_host_learns_where_its_state_is(three: Hosts, tmp_path: Path) -> None:
+    launches = [Launch([0, 1], 0), Launch([2, 3], 0), Launch([2], 0, ["2.3.begin"])]
+    with pytest.raises(RanksFailed, match="rank 2 begins on a host where no process holds what it has kept"):
+        run_on(three, 2, tmp_path / "deaths", [Death(2, 3, "begin")], launches=launches)
+
+
+@pytest.mark.thorough
 def test_a_job_ends_by_name_where_both_copies_of_a_state_are_gone(three: Hosts, tmp_path: Path) -> None:
     deaths = [Death(rank, 3, "begin") for rank in (0, 1)]  # rank 1 is the buddy of rank 0
     launches = [Launch([0], 1), Launch([1], 1), Launch([2], 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from odc import fully_shard
-from odc.errors import ConfigError
+from odc.errors import ConfigError, UnsupportedError
 from odc.recovery.state import TrainingState
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -133,6 +134,33 @@ def test_a_buffer_that_an_interrupted_forward_computed_is_put_back() -> None:
     one.model.memory = torch.ones(2, requires_grad=True) * 3
     one.state.put(*kept)
     assert one.model.memory.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kept_as_one", [False, True])
+def test_a_forward_may_make_two_buffers_one_tensor(kept_as_one: bool) -> None:
+    """As some rotary embeddings do: `register_buffer("inv_freq", self.original_inv_freq)`."""
+    one = Trained(OPTIMIZERS["sgd"])
+    for name in ("first", "second"):
+        one.model.register_buffer(name, torch.full((2,), 3.0))
+    two = copy.deepcopy(one.model)
+    other = TrainingState([two], [torch.optim.SGD(two.parameters(), lr=0.1)], one.state.others)
+    (one.model if kept_as_one else two).second = (one.model if kept_as_one else two).first
+    kept = one.take()
+    two.first.zero_()
+    other.put(*kept)
+    assert two.first.tolist() == two.second.tolist() == [3.0, 3.0]
+
+
+def test_a_tensor_that_is_more_than_its_numbers_is_refused() -> None:
+    """An optimizer's state of 8 bits would come back as one of 32."""
+
+    class EightBits(torch.Tensor):
+        pass
+
+    one = Trained(OPTIMIZERS["sgd"])
+    one.optimizer.state[next(one.model.parameters())]["moment"] = torch.zeros(2).as_subclass(EightBits)
+    with pytest.raises(UnsupportedError, match="states of plain tensors, and one is a EightBits"):
+        one.take()
 
 
 def test_other_parameter_groups_are_refused_and_nothing_is_changed() -> None:
