@@ -78,7 +78,8 @@ def join_launcher(given: dict[str, Any]) -> int:
     """Ranks of the job that this process is to start: 0 without a launcher (all of them), 1 where it is one itself.
 
     Sets torchrun's variables under any other launcher; of a process for several ranks they are those of the first.
-    `ranks` of `given` are those of the whole job. Raises ConfigError for what is missing.
+    `ranks` of `given` are those of the whole job; of one host they are set here if the launcher says them. Raises
+    ConfigError for what is missing.
     """
     launched = launchers.find(os.environ)
     if launched is None:
@@ -88,6 +89,8 @@ def join_launcher(given: dict[str, Any]) -> int:
     if launched.world == 1:
         if launched.missing and "ranks" not in given:
             print(f"odc: {launched.describe()}", file=sys.stderr, flush=True)
+        if launched.ranks_each > 1:
+            given.setdefault("ranks", launched.ranks_each)
         return 0
     each = _ranks_each(launched, given.get("ranks"))
     os.environ.update(launched.variables(each))

@@ -79,6 +79,7 @@ def save(output: Path, step: int, model: Module, optimizer: Optimizer, job: dict
         state_dict_saver.save(_state(model, optimizer), checkpoint_id=partial)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"step {step}: cannot write the checkpoint {partial}: {_reason(error)}") from error
+    together(lambda: _refuse_parts(partial), f"cannot complete {final}")
     together(lambda: _complete(partial, final, {"step": step} | job), f"cannot complete {final}")
     return final
 
@@ -135,6 +136,13 @@ def _clear(folder: Path, partial: Path) -> None:
     for left in folder.glob("*.partial"):
         shutil.rmtree(left)
     partial.mkdir()
+
+
+def _refuse_parts(partial: Path) -> None:
+    """Where each host has a folder of its own, the first has only what its own ranks have written."""
+    places = FileSystemReader(partial).read_metadata().storage_data.values()
+    if missing := sorted({one.relative_path for one in places if not (partial / one.relative_path).is_file()}):
+        raise OdcError(f"{missing[0]} is not there: all hosts must share the output folder, and each has its own")
 
 
 def _complete(partial: Path, final: Path, job: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ from odc.experiments.text.export import PARTIAL
 from odc.experiments.text.model import has_weights, shipped_config
 from odc.memory import require_add
 
+_PROBE = ".odc-probe-"  # begins the name of a file that shows whether a folder can be written to
+
 #: Files by which an output folder holds a run.
 RUN_FILES = ("steps.jsonl", "checkpoints/latest")
 
@@ -42,7 +44,9 @@ def preflight(config: JobConfig) -> None:
         folder = getattr(config, name)
         if folder is not None:
             writable_folder(Path(folder), name)
-    found = [] if config.export is None else [path.name for path in Path(config.export).iterdir()]
+    # Other ranks probe the folder at the same time, and NFS keeps a file that was removed while it is open.
+    names = [] if config.export is None else [path.name for path in Path(config.export).iterdir()]
+    found = [name for name in names if not name.startswith((_PROBE, ".nfs"))]
     if found and PARTIAL not in found:  # which is removed last: an export that was interrupted is written again
         raise ConfigError(f"export: {config.export} is not empty; name a new folder")
 
@@ -129,7 +133,7 @@ def writable_folder(folder: Path, name: str) -> None:
     """Makes `folder`, the option `name`, if it is missing and checks that a file can be written in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(prefix=_PROBE, dir=folder):
             pass
     except OSError as error:
         raise ConfigError(f"{name}: cannot write to {folder}: {error.strerror or error}") from error

@@ -175,6 +175,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         (pods(2, PET_NPROC_PER_NODE="4")[1], {}, 4),
         (pods(2, PET_NPROC_PER_NODE="4")[1], {"ranks": 2}, 1),
         (pods(1, PET_NPROC_PER_NODE="4")[0], {}, 0),
+        (pods(1, PET_NPROC_PER_NODE="4")[0], {"ranks": 2}, 0),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, {"ranks": 7}, 1),
     ],
 )
@@ -183,7 +184,10 @@ def test_ranks_that_a_process_starts(
 ) -> None:
     environment.clear()
     environment |= each
+    named = given.get("ranks")
     assert join_launcher(given) == starts
+    if "PET_NPROC_PER_NODE" in each and not starts:
+        assert given == {"ranks": named or 4}, "of a single host"
     if starts and "RANK" not in each:
         ranks = launched.given_by_launcher(given)["ranks"]
         assert ranks == given.get("ranks", 4 * (1 + (starts == 4)))

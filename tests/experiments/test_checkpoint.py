@@ -153,6 +153,21 @@ def test_every_rank_raises_when_the_disk_refuses(tmp_path: Path) -> None:
     launch(_save_onto_a_file, str(tmp_path), ranks=2)
 
 
+def _save_apart(folder: str) -> None:
+    dist.init_process_group("gloo")
+    model, optimizer = _sharded(seed=1)
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is not there: all hosts must share the output folder"):
+        save(Path(folder, str(dist.get_rank())), 1, model, optimizer, {})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_hosts_that_write_to_folders_of_their_own_are_refused(tmp_path: Path) -> None:
+    """Half of the checkpoint would be where a job that resumes does not look."""
+    launch(_save_apart, str(tmp_path), ranks=2)
+    assert not (tmp_path / "0" / "checkpoints" / "latest").exists()
+
+
 def test_a_folder_without_a_whole_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint in"):
         find_checkpoint(tmp_path)

@@ -52,6 +52,7 @@ class BpeTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.vocab_size = int(self._tokenizer.get_vocab_size())
         self.eos_id, self._start, self._end = (int(self._tokenizer.token_to_id(name)) for name in (EOS, START, END))
+        self.ends = [self.eos_id, self._end]
         self.fingerprint = hashlib.sha256(rules.encode()).hexdigest()
 
     def encode(self, text: str) -> NDArray[np.int32]:

@@ -25,6 +25,8 @@ _PARQUET = ".parquet"
 _DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
+_UNREAD = ("thinking", "reasoning_content", "tool_calls", "function_call")  # of a message; templates write them
+
 Message = dict[str, str]
 COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
 
@@ -243,5 +245,10 @@ def _messages(values: Any, where: str, column: str) -> tuple[Message, ...]:
         pair = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if not all(isinstance(value, str) for value in pair):
             raise DataError(f"{where}: message {index} needs a 'role' and a 'content', both strings")
+        if unread := [key for key in _UNREAD if message.get(key)]:
+            raise DataError(
+                f"{where}: message {index} has {unread[0]!r}, which would not be trained: write it into 'content' as "
+                "the model's chat template does, or take it out"
+            )
         messages.append({"role": str(pair[0]), "content": str(pair[1])})
     return tuple(messages)

@@ -33,6 +33,10 @@ class Tokenizer(Protocol):
         """The id that ends a document."""
 
     @property
+    def ends(self) -> list[int]:
+        """`eos_id`, and the special token with which the chat template ends an answer, if it is another."""
+
+    @property
     def bos_id(self) -> int | None:
         """The id that begins a document, None where there is none."""
 
@@ -72,7 +76,21 @@ class HfTokenizer:
     def fingerprint(self) -> str:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         rules = backend.to_str() if backend else json.dumps(self._tokenizer.get_vocab(), sort_keys=True)
-        return hashlib.sha256(f"{rules}\n{self._tokenizer.chat_template}".encode()).hexdigest()
+        special = json.dumps(self._tokenizer.special_tokens_map, sort_keys=True, default=str)
+        known = f"{rules}\n{self._tokenizer.chat_template}\n{special}\n{self.bos_id} {self.eos_id}"
+        return hashlib.sha256(known.encode()).hexdigest()
+
+    @property
+    def ends(self) -> list[int]:
+        special = {number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        try:
+            answers = [
+                [{"role": "user", "content": "?"}, {"role": "assistant", "content": one}] for one in ("yes", "no")
+            ]
+            last = {int(self.encode_chat(one)[0][-1]) for one in answers}
+        except DataError:  # no template, or one that wants other messages
+            last = set()
+        return [self.eos_id, *(last & special - {self.eos_id} if len(last) == 1 else ())]
 
     def encode(self, text: str) -> NDArray[np.int32]:
         return self.encode_many([text])[0]

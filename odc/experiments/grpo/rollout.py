@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from odc import handover
 from odc.errors import DataError, OdcError, PeerLostError, WaitTimeoutError
@@ -176,7 +177,8 @@ class SampleFeed:
             if self._rollout is not None:
                 self._rollout.ask(step, prompts, at_least=version)
             return
-        whole = {name: value.full_tensor() for name, value in self._model.state_dict().items()}
+        state: dict[str, Any] = self._model.state_dict()  # buffers are plain tensors
+        whole = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in state.items()}
         if self._rollout is not None:
             self._rollout.ask(step, prompts, weights=whole)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from odc.errors import PeerLostError
+from odc.errors import ConfigError, PeerLostError
 from odc.experiments.config import GrpoConfig, threads_per_rank
 from odc.experiments.grpo.generator import Generator, ResponseSource
 from odc.experiments.preflight import model_source
@@ -46,6 +46,12 @@ def generator_of(config: GrpoConfig, stop_ids: Sequence[int], handle: str | None
     return VllmGenerator(config, source, stop_ids, handle)
 
 
+def refuse_left_out(names: Sequence[str]) -> None:
+    """ConfigError for what no rank publishes: vLLM begins with random weights, and would keep these."""
+    if names:
+        raise ConfigError(f"rollout: vLLM would not get {names[0]} ({len(names)} buffers or unsharded weights); use hf")
+
+
 def serve(channel: Connection) -> None:
     """Answers requests until the channel closes; errors are sent, not raised."""
     try:
@@ -54,6 +60,8 @@ def serve(channel: Connection) -> None:
         torch.set_num_threads(threads_per_rank(config.ranks + 1))
         generator = generator_of(config, first["stop_ids"], handle)
         reader = Reader(handle, timeout_s=config.timeout_s, tries=64) if handle else None
+        if config.rollout == "vllm" and reader is not None:
+            refuse_left_out(reader.left_out)
         while True:
             channel.send(answer(generator, reader, channel.recv()))
     except EOFError:

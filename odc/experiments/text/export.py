@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from odc.experiments.config import JobConfig
 from odc.experiments.data.tokenizer import Tokenizer
 from odc.experiments.text.lora import merged, write_adapter
 
+_log = logging.getLogger(__name__)
 #: A folder within that of the export, in which the files lie until all are written.
 PARTIAL = ".partial"
 _CONFIGS = ("config.json", "adapter_config.json")
@@ -63,13 +65,28 @@ def _write_model(
     if model.generation_config is not None:
         empty.generation_config = copy.deepcopy(model.generation_config)
     if tokenizer is not None:
-        _end_with(empty, tokenizer.eos_id)
+        _end_with(empty, tokenizer.ends)
     empty.save_pretrained(folder, state_dict=weights)
 
 
-def _end_with(model: Any, eos_id: int) -> None:
-    """Makes `generate` stop at the token that ended the documents, which a config for another tokenizer does not."""
-    for config in (model.config, model.generation_config):
-        ends = getattr(config, "eos_token_id", None)
-        if config is not None and eos_id not in (ends if isinstance(ends, list) else [ends]):
-            config.eos_token_id = eos_id
+def _end_with(model: Any, ends: list[int]) -> None:
+    """Makes `generate` stop at the tokens that ended documents and answers, beside those at which it did."""
+    model.config.eos_token_id = _stops(model.config, ends)
+    if model.generation_config is None:
+        return
+    changed = copy.deepcopy(model.generation_config)
+    changed.eos_token_id = _stops(changed, ends)
+    try:  # transformers saves a config as it was published, but once it is changed, only a valid one
+        changed.validate(strict=True)
+    except ValueError as error:
+        _log.warning("generate will not stop at the tokens %s: the model's generation config: %s", ends, error)
+    else:
+        model.generation_config = changed
+
+
+def _stops(config: Any, ends: list[int]) -> int | list[int] | None:
+    """What a config stops at, and `ends`; these alone if it stops at none of them, as one for another tokenizer."""
+    before = getattr(config, "eos_token_id", None)
+    known = before if isinstance(before, list) else [before]
+    wanted = list(dict.fromkeys(ends if {*known}.isdisjoint(ends) else [*known, *ends]))
+    return before if wanted == known else wanted if len(wanted) > 1 else wanted[0]

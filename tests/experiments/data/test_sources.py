@@ -88,6 +88,10 @@ def test_jsonl_of_text_and_messages(tmp_path: Path):
         ('{"text": 3}', "'text' must be a string, not int"),
         ('{"messages": "hi"}', "'messages' must be a list, not str"),
         ('{"messages": [{"role": "user"}]}', "message 0 needs a 'role' and a 'content'"),
+        (
+            '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}',
+            "message 0 has 'tool_calls', which would not be trained",
+        ),
         ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "both strings"),
     ],
 )

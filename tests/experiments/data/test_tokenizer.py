@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from odc.errors import DataError
 from odc.experiments.data.bpe import SMALLEST_VOCAB, BpeTokenizer, ByteTokenizer, cached_bpe
 from odc.experiments.data.sources import RawDocument
-from odc.experiments.data.tokenizer import Tokenizer, load_tokenizer
+from odc.experiments.data.tokenizer import HfTokenizer, Tokenizer, load_tokenizer
 
 pytest.importorskip("transformers", reason="needs the train extra")
 
@@ -65,12 +66,35 @@ def test_saved_tokenizers_load_as_the_same(tmp_path: Path, bpe: BpeTokenizer):
         loaded = load_tokenizer(tmp_path / name)
         assert loaded.vocab_size == own.vocab_size
         assert loaded.eos_id == own.eos_id
+        assert loaded.ends == own.ends == [own.eos_id, own.eos_id + 2], "also the mark that ends an answer"
         np.testing.assert_array_equal(loaded.encode(TEXT), own.encode(TEXT))
         plain = tuple(m | {"content": m["content"].replace("<|im_end|>", "it").strip()} for m in CHAT)
         for mine, theirs in zip(own.encode_chat(plain), loaded.encode_chat(plain), strict=True):
             np.testing.assert_array_equal(mine, theirs)
         loaded.save(tmp_path / name / "again")
         assert load_tokenizer(tmp_path / name / "again").fingerprint == loaded.fingerprint
+
+
+@pytest.mark.parametrize("template", ["{{ messages[-1]['content'] }} ###", ""])
+def test_a_template_that_ends_answers_by_words_or_is_missing_has_no_mark(
+    tmp_path: Path, bpe: BpeTokenizer, template: str
+):
+    loaded = load_tokenizer_with(tmp_path, bpe, chat_template=template)
+    assert loaded.ends == [loaded.eos_id]
+
+
+def test_another_special_token_is_another_fingerprint(tmp_path: Path, bpe: BpeTokenizer):
+    """It stands in neither the rules nor the template, but ends documents and is rendered."""
+    before = load_tokenizer_with(tmp_path, bpe)
+    after = load_tokenizer_with(tmp_path, bpe, eos_token="<|im_end|>")
+    assert after.eos_id != before.eos_id and after.fingerprint != before.fingerprint
+
+
+def load_tokenizer_with(folder: Path, bpe: BpeTokenizer, **fields: str) -> HfTokenizer:
+    bpe.save(folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    return load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama", "gpt2"])

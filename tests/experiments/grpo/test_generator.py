@@ -35,6 +35,20 @@ def test_the_same_weights_and_step_draw_the_same(tmp_path: Path) -> None:
     assert one.respond(PROMPTS, 3) == two.respond(PROMPTS, 3) != one.respond(PROMPTS, 4)
 
 
+def test_a_checkpoints_generation_config_changes_no_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities are those of the model, and so must be what is drawn."""
+    config = toy(tmp_path)
+    plain = Generator(config, Path(config.model), STOPS).respond(PROMPTS, 0)
+
+    def published(*given: Any, **options: Any) -> Any:
+        model = build_model(*given, **options)
+        model.generation_config.repetition_penalty = 5.0
+        return model
+
+    monkeypatch.setattr("odc.experiments.grpo.generator.build_model", published)
+    assert Generator(config, Path(config.model), STOPS).respond(PROMPTS, 0) == plain
+
+
 @pytest.mark.parametrize("lengths", ["model", "drawn"])
 def test_log_probabilities_are_those_that_training_finds(tmp_path: Path, lengths: str) -> None:
     """Decoding with a cache and left padding against packed rows, of the drawing and of the initial model."""

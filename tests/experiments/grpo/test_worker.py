@@ -13,10 +13,10 @@ from support.handover_jobs import Job
 from support.members import F32, Layout
 from support.small_model import toy
 
-from odc.errors import WaitTimeoutError
+from odc.errors import ConfigError, WaitTimeoutError
 from odc.experiments.grpo import rollout
 from odc.experiments.grpo.rollout import Rollout
-from odc.experiments.grpo.worker import answer
+from odc.experiments.grpo.worker import answer, refuse_left_out
 from odc.handover import Reader
 
 LAYOUT: Layout = [[("w", 2, F32)]]
@@ -76,3 +76,9 @@ def test_responses_come_from_weights_at_least_as_new_as_asked_for(
                 channel.send(answer(echo, reader, request))
                 newest = max(2, at_least)
                 assert asked.collect() == (newest, [at_least, float(newest)])
+
+
+def test_what_vllm_would_not_get_is_refused() -> None:
+    refuse_left_out(())
+    with pytest.raises(ConfigError, match=r"rollout: vLLM would not get gate.bias \(2 buffers or unsharded weights\)"):
+        refuse_left_out(("gate.bias", "other"))

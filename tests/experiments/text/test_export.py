@@ -3,7 +3,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -13,7 +16,7 @@ from odc.experiments.data.bpe import BpeTokenizer, cached_bpe
 from odc.experiments.data.sources import RawDocument
 from odc.experiments.data.tokenizer import load_tokenizer
 from odc.experiments.launch import launch
-from odc.experiments.text.export import export
+from odc.experiments.text.export import _end_with, export
 
 TEXT = "def g(x1234): # naïve ☕ don't <|endoftext|>\r\n  \t y"
 
@@ -73,7 +76,34 @@ def test_transformers_loads_what_was_exported(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == TEXT
         assert model.generation_config.max_length == 99
         for config in (model.config, model.generation_config):
-            assert config.eos_token_id == own.eos_id == tokenizer.eos_token_id
+            assert config.eos_token_id == own.ends and own.eos_id == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(7, [1, 2]), (None, [1, 2]), ([7, 1], [7, 1, 2]), ([2, 1], [2, 1]), (2, [2, 1])]
+)
+def test_an_exported_model_stops_where_it_did_and_where_the_data_end(before: Any, after: Any) -> None:
+    """What is none of the tokenizer's ends is of another one."""
+    from transformers import GenerationConfig
+
+    model = SimpleNamespace(config=SimpleNamespace(eos_token_id=before), generation_config=GenerationConfig())
+    model.generation_config.eos_token_id = before
+    _end_with(model, [1, 2])
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == after
+
+
+def test_a_generation_config_that_cannot_be_changed_is_saved_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After hours of training it must not keep the model from being written."""
+    from transformers import GenerationConfig
+
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "eos_token_id": 7}))
+    published = GenerationConfig.from_pretrained(tmp_path)
+    model = SimpleNamespace(config=SimpleNamespace(eos_token_id=7), generation_config=published)
+    _end_with(model, [1, 2])
+    assert model.generation_config is published and "generate will not stop at the tokens [1, 2]" in caplog.text
+    published.save_pretrained(tmp_path / "again")
 
 
 class _Refusing(BpeTokenizer):

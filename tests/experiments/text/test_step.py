@@ -256,6 +256,10 @@ def test_empty_data_and_bad_folders_are_refused_before_ranks_start(tmp_path: Pat
         run(good.with_(resume=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"export: .* is not empty"):
         run(good.with_(export=str(tmp_path)))
+    (tmp_path / "probed").mkdir()
+    for name in (".odc-probe-1", ".nfs0001"):  # of another rank that looks whether it can write there
+        (tmp_path / "probed" / name).touch()
+    preflight(good.with_(export=str(tmp_path / "probed")))
     (tmp_path / "half" / ".partial").mkdir(parents=True)
     (tmp_path / "half" / "model.safetensors").touch()
     preflight(good.with_(export=str(tmp_path / "half")))  # an export that was interrupted is written again
