@@ -41,7 +41,7 @@ def initial_model(config: GrpoConfig, source: Path, stop_ids: Sequence[int]) -> 
     # An attention of transformers that computes what the model defines: SDPA knows neither sinks nor capped scores.
     model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     model.eval().requires_grad_(False)
-    model.generation_config = type(model.generation_config)()  # the checkpoint's may penalize what was said before
+    model.generation_config = type(model.generation_config)()  # the checkpoint's may draw otherwise
     check_stops(stop_ids, model.config.vocab_size)
     return model
 
