@@ -140,8 +140,8 @@ def _clear(folder: Path, partial: Path) -> None:
 
 def _refuse_parts(partial: Path) -> None:
     """Where each host has a folder of its own, the first has only what its own ranks have written."""
-    places = FileSystemReader(partial).read_metadata().storage_data.values()
-    if missing := sorted({one.relative_path for one in places if not (partial / one.relative_path).is_file()}):
+    files = {one.relative_path for one in FileSystemReader(partial).read_metadata().storage_data.values()}
+    if missing := sorted(file for file in files if not (partial / file).is_file()):
         raise OdcError(f"{missing[0]} is not there: all hosts must share the output folder, and each has its own")
 
 

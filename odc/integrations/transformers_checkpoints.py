@@ -63,18 +63,19 @@ def _read_by(kind: Any, checkpoint: str, dtype: torch.dtype) -> dict[str, Any]:
 def load_weights(model: Any, kind: Any, checkpoint: str, options: StateDictOptions) -> None:
     """Load the whole saved weights; with `broadcast_from_rank0` the first rank reads them, and it is a collective.
 
-    Raises what `weights_for` raises, on every rank.
+    ConfigError, on every rank, for what is missing or cannot be read.
     """
-    weights, wrong = dict[str, Any](), list[str | None]([None])
+    weights, wrong, cause = dict[str, Any](), list[str | None]([None]), None
     if not options.broadcast_from_rank0 or dist.get_rank() == 0:
         try:
             weights = weights_for(model, kind, checkpoint)
-        except ConfigError as error:
-            wrong = [str(error)]
+        except Exception as error:  # of any kind: the other ranks wait for the outcome
+            cause, text = error, str(error)
+            wrong = [text if isinstance(error, ConfigError) else f"{checkpoint} cannot be read: {text}"]
     if options.broadcast_from_rank0:
         dist.broadcast_object_list(wrong)
     if wrong[0] is not None:
-        raise ConfigError(wrong[0])
+        raise ConfigError(wrong[0]) from cause
     set_model_state_dict(model, weights, options=options)
 
 

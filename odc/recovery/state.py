@@ -168,12 +168,18 @@ class TrainingState:
                         )
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Parameters and buffers, with their names: of buffers all, as a forward may make two of them one tensor."""
+        """Parameters and buffers, with their names."""
         for module in [one for model in self.models for one in model.modules() if isinstance(one, FSDPModule)]:
             module.reshard()  # a forward without a backward leaves the root's parameters whole
         for i, model in enumerate(self.models):
-            for name, tensor in (*model.named_parameters(), *model.named_buffers(remove_duplicate=False)):
+            for name, tensor in (*model.named_parameters(), *_buffers(model)):
                 yield (f"{i}.{name}" if i else name), tensor
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of each module all, also those that are one tensor, which a forward may make of two; shared modules come once."""
+    for prefix, module in model.named_modules():
+        yield from module.named_buffers(prefix, recurse=False, remove_duplicate=False)
 
 
 def meshes_of(models: Iterable[nn.Module]) -> list[DeviceMesh]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.trainers import Logged, arguments, as_torchrun, differences, logged, model, padded, samples
 
 from odc.errors import ConfigError
@@ -113,6 +114,13 @@ def grown(rank: int, world: int, folder: Path) -> str:
     made(True, folder, model(), max_steps=1).train()
     trainer = made(True, folder, changed())
     with pytest.raises(ConfigError) as refusal:
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    dist.barrier()
+    if rank == 0:
+        file = folder / "checkpoint-1" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+    dist.barrier()
+    with pytest.raises(ConfigError, match="checkpoint-1 cannot be read"):
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
     return str(refusal.value)
 

@@ -23,7 +23,7 @@ ALLOWED = (
     # No package index has a browser, and a network that loses all but one probe is luck.
     r"needs Chromium",
     r"this machine is too busy",
-    # The last part of `.ci/run` ends in time on a slow runner; the table at its end counts what it has not begun.
+    # `.ci/run` ends in time on a slow runner; the table at its end counts what has not begun.
     r"^no time is left",
 )
 

@@ -71,7 +71,10 @@ def _write_model(
 
 def _end_with(model: Any, ends: list[int]) -> None:
     """Makes `generate` stop at the tokens that ended documents and answers, beside those at which it did."""
-    model.config.eos_token_id = _stops(model.config, ends)
+    try:
+        model.config.eos_token_id = _stops(model.config, ends)
+    except Exception as error:  # of a config that takes one token alone; the generation config counts
+        _log.warning("config.json keeps its eos_token_id: %s", error)
     if model.generation_config is None:
         return
     changed = copy.deepcopy(model.generation_config)
