@@ -198,4 +198,4 @@ def runs_of_adapted(rank: int, world: int, folder: Path, case: str) -> list[Logg
 def test_adapters_and_what_is_saved_beside_them_are_resumed(ranks, tmp_path, case: str) -> None:
     model().save_pretrained(tmp_path / "base")
     whole, resumed = ranks(2).run(runs_of_adapted, tmp_path, case, timeout=500)[0]
-    assert len(whole) == 3 and resumed == whole
+    assert len(whole) == 3 and max(differences(resumed, whole)) < 1e-5, (resumed, whole)
