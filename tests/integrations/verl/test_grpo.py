@@ -25,7 +25,7 @@ ACTOR, REFERENCE, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "
 OPTIONS = {f"{ACTOR}.fsdp_config._target_": "odc.integrations.verl.config.OdcEngineConfig"}
 #: Two minibatches a step, each of three or four microbatches; KL against a reference model.
 TASK = {
-    "trainer.total_training_steps": 3,
+    "trainer.total_training_steps": 5,
     "data.shuffle": False,
     f"{ACTOR}.ppo_mini_batch_size": 4,
     f"{ACTOR}.use_kl_loss": True,
@@ -85,7 +85,7 @@ def train(inputs: Path, name: str, strategy: str, changes: dict[str, Any]) -> Ou
 @pytest.fixture(scope="module")
 def fsdp2(inputs: Path) -> Outcome:
     found = train(inputs, "fsdp2", "fsdp2", {})
-    assert len(found.steps) == 3 and found.counts[0] == found.counts[1], "verl's ranks run equally many microbatches"
+    assert len(found.steps) == 5 and found.counts[0] == found.counts[1], "verl's ranks run equally many microbatches"
     return found
 
 
@@ -96,7 +96,7 @@ def alike(ours: list[dict[str, float]], theirs: list[dict[str, float]], names: S
         assert [one[name] for one in ours] == expected, name
 
 
-def test_three_steps_train_as_with_fsdp2(inputs, fsdp2) -> None:
+def test_five_steps_train_as_with_fsdp2(inputs, fsdp2) -> None:
     odc = train(inputs, "odc", "odc", {})
     alike(odc.steps, fsdp2.steps)
     assert max(one["training/rollout_probs_diff_max"] for one in odc.steps) < 1e-5, "rollouts had stale weights"
@@ -104,7 +104,7 @@ def test_three_steps_train_as_with_fsdp2(inputs, fsdp2) -> None:
     subprocess.run(drawing, cwd=inputs / "odc", check=True)
     assert "</svg>" in (inputs / "odc" / "reward.svg").read_text(encoding="utf-8")
     mine, others = ([sum(rows) for rows in minibatches] for minibatches in odc.rows)
-    assert len(mine) == 6 and mine != others, "no row has moved to another rank"
+    assert len(mine) == 10 and mine != others, "no row has moved to another rank"
 
 
 @pytest.mark.thorough
@@ -163,6 +163,7 @@ def test_lora_adapters_reach_the_rollouts_merged(inputs) -> None:
 #: The trainer, and one vLLM server beside it that reads the actor's shards.
 BESIDE = {
     "actor_rollout_ref.hybrid_engine": False,
+    "trainer.total_training_steps": 3,
     f"{ACTOR}.use_kl_loss": False,
     f"{ROLLOUT}.nnodes": 1,
     f"{ROLLOUT}.n_gpus_per_node": 1,
