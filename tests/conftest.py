@@ -29,9 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="quick: every behaviour once (`make test`); rest: what that leaves out; all: both (the default)",
     )
     parser.addoption(
-        "--until", type=float, default=float("inf"), help="when (seconds of the epoch) tests stop to begin"
+        "--until", type=float, default=float("inf"), help="no test begins after this moment (seconds since 1970)"
     )
-    parser.addoption("--turn", type=int, default=0, help="which file is the first: another number, another file")
+    parser.addoption("--turn", type=int, default=0, help="the number of the file to begin with")
     parser.addoption("--installed", help="packages, with commas between, without which not to start", default="")
 
 

@@ -79,8 +79,12 @@ def save(output: Path, step: int, model: Module, optimizer: Optimizer, job: dict
         state_dict_saver.save(_state(model, optimizer), checkpoint_id=partial)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"step {step}: cannot write the checkpoint {partial}: {_reason(error)}") from error
-    together(lambda: _refuse_parts(partial), f"cannot complete {final}")
-    together(lambda: _complete(partial, final, {"step": step} | job), f"cannot complete {final}")
+
+    def complete() -> None:
+        _refuse_parts(partial)
+        _complete(partial, final, {"step": step} | job)
+
+    together(complete, f"cannot complete {final}")
     return final
 
 

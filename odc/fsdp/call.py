@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypedDict, Unpack, cast, get_args, overload
 
 import torch
@@ -234,10 +234,7 @@ def _refuse_classes(modules: list[nn.Module]) -> None:
 def _refuse_sharded_above(modules: list[nn.Module]) -> None:
     """A parameter that was sharded with a module above cannot be taken out of its unit again."""
     names = {id(p): name for one in modules for name, p in one.named_parameters() if isinstance(p, DTensor)}
-    for above in sharded_modules() if names else ():
-        below = {id(module) for module in above.modules() if module is not above}
-        if not any(id(module) in below for module in modules):
-            continue
+    for above in _sharded_around(modules) if names else ():
         for group in compat.groups_of_state(compat.state_of(cast(compat.FSDPModule, above))):
             taken = [names[id(param.parameter)] for param in params_of(group) if id(param.parameter) in names]
             if taken:
@@ -250,14 +247,20 @@ def _refuse_sharded_above(modules: list[nn.Module]) -> None:
 def _refuse_late(modules: list[nn.Module]) -> None:
     """A unit of a root is there when the root is first used."""
     used = [root.state for root in live_roots()]
-    for above in sharded_modules() if used else ():
-        if compat.state_of(cast(compat.FSDPModule, above)) in used and any(
-            below in modules for below in above.modules() if below is not above
-        ):
+    for above in _sharded_around(modules) if used else ():
+        if compat.state_of(cast(compat.FSDPModule, above)) in used:
             raise UnsupportedError(
                 f"the {type(above).__name__} around {type(modules[0]).__name__} is in use: shard every module of a "
                 "model before its first forward, unshard or minibatch"
             )
+
+
+def _sharded_around(modules: list[nn.Module]) -> Iterator[nn.Module]:
+    """Sharded modules that hold any of these."""
+    for above in sharded_modules():
+        below = {id(module) for module in above.modules() if module is not above}
+        if any(id(module) in below for module in modules):
+            yield above
 
 
 def _refuse_mixed_dtypes(modules: list[nn.Module], ignored: set[nn.Parameter]) -> None:

@@ -44,6 +44,7 @@ from odc.integrations.transformers_checkpoints import (
     adapter_weights,
     load_optimizer,
     load_weights,
+    reads,
     saved_weights,
 )
 from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_unplanned, wants_router_loss
@@ -331,16 +332,12 @@ class OdcTrainer(RecoveringTrainer):
         """
         return _FROM_FIRST if self._loop is None else WHOLE
 
-    @property
-    def _reads(self) -> bool:
-        return not self._reading.broadcast_from_rank0 or dist.get_rank() == 0
-
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._kept_instead or not (Path(checkpoint) / "optimizer.pt").is_file():
             return  # the last: of save_only_model
-        state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True) if self._reads else {}
+        state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True) if reads(self._reading) else {}
         load_optimizer(self.model, self.optimizer.optimizer, state, self._reading)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))

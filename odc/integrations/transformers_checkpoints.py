@@ -22,6 +22,11 @@ from odc.errors import ConfigError
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
+def reads(options: StateDictOptions) -> bool:
+    """Whether this rank reads a whole state that is loaded so."""
+    return not options.broadcast_from_rank0 or dist.get_rank() == 0
+
+
 def weights_for(model: Any, kind: Any, checkpoint: str) -> dict[str, Any]:
     """The whole saved weights, under the names that they have in `model`; waits for no other rank.
 
@@ -66,7 +71,7 @@ def load_weights(model: Any, kind: Any, checkpoint: str, options: StateDictOptio
     ConfigError, on every rank, for what is missing or cannot be read.
     """
     weights, wrong, cause = dict[str, Any](), list[str | None]([None]), None
-    if not options.broadcast_from_rank0 or dist.get_rank() == 0:
+    if reads(options):
         try:
             weights = weights_for(model, kind, checkpoint)
         except Exception as error:  # of any kind: the other ranks wait for the outcome

@@ -28,7 +28,7 @@ class MinibatchMet:
     def watch(self, models: Iterable[nn.Module], *, buddies: bool) -> None:
         """Where odc has sharded none of `models`, their program lets ranks meet, and no minibatch is asked for.
 
-        UnsupportedError where `buddies` read what is kept: they come as far as the step between two minibatches.
+        UnsupportedError with `buddies`: a minibatch's end is where a rank waits until its state has been read.
         """
         self._needed = any(sharded_tops(model) for model in models)
         if buddies and not self._needed:

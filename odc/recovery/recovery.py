@@ -224,7 +224,7 @@ class Recovery:
                 raise GenerationOver  # by a process that wants to join, of which no wait in odc would learn
 
     def wait_for_all(self, point: str) -> None:
-        """Wait until all ranks are at a point, each time another one. Inside `repeatable`: a death ends the wait."""
+        """Wait until every rank is at `point`; a name works once a generation. In `repeatable` a death ends it."""
         self._generations.ready(point, Held([]))
 
     def finish(self) -> None:

@@ -36,9 +36,9 @@ def longest_first(items: list[pytest.Item], folder: Path) -> None:
 
 
 def beginning_with(items: list[pytest.Item], number: int) -> None:
-    """Turn the order of the files, which stay whole, so that the one of this number (modulo theirs) is the first.
+    """Rotate the files, so that the one of this number, modulo how many there are, comes first.
 
-    Where time does not reach for all, other numbers reach others.
+    Where there is no time for all, another number runs others.
     """
     files = list(dict.fromkeys(item.path for item in items))
     if files:

@@ -23,8 +23,6 @@ Unreadable = Literal["error", "skip"]
 _JSONL = (".jsonl", ".ndjson")
 _PARQUET = ".parquet"
 _DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
-
-
 _UNREAD = ("thinking", "reasoning_content", "tool_calls", "function_call")  # of a message; templates write them
 
 Message = dict[str, str]

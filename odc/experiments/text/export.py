@@ -92,4 +92,6 @@ def _stops(config: Any, ends: list[int]) -> int | list[int] | None:
     before = getattr(config, "eos_token_id", None)
     known = before if isinstance(before, list) else [before]
     wanted = list(dict.fromkeys(ends if {*known}.isdisjoint(ends) else [*known, *ends]))
-    return before if wanted == known else wanted if len(wanted) > 1 else wanted[0]
+    if wanted == known:
+        return before
+    return wanted if len(wanted) > 1 else wanted[0]
