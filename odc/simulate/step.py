@@ -63,7 +63,7 @@ class Step:
         sigma = self.cluster.jitter
         if sigma == 0:
             return None
-        jobs = sum(map(len, self.seconds)) + sum(len(gang.ranks) for gang in self.gangs)
+        jobs = sum(map(len, self.seconds)) + self.pieces
         shape = (jobs, 2 * len(self.model.units))
         normal = np.random.default_rng(self.seed).standard_normal(shape)
         return np.exp(sigma * normal - sigma * sigma / 2)
@@ -85,6 +85,11 @@ class Step:
     def cached(self) -> bool:
         """Whether shards and sums cross nodes through the node cache."""
         return self.transport in ("on demand", "dynamic") and self.cluster.cached(self.shards)
+
+    @property
+    def pieces(self) -> int:
+        """Of split samples, over all ranks."""
+        return sum(len(gang.ranks) for gang in self.gangs)
 
     def ending_seconds(self) -> float:
         """From the last rank's arrival to the end of the step: gradients and parameters across nodes, optimizer."""
@@ -109,7 +114,7 @@ class Step:
         uses = model.uses()
         fetched, pushed = sum(use.fetch_bytes for use in uses), sum(use.push_bytes for use in uses)
         if self.transport in ("on demand", "dynamic"):
-            runs = sum(counts) + sum(len(gang.ranks) for gang in self.gangs)
+            runs = sum(counts) + self.pieces
             return runs / cluster.nodes * (fetched + pushed) * (shards - cluster.node) / shards
         reduced = cluster.crossing(pushed, shards) * (2 if cluster.collective == "gloo" else 1)
         if self.transport == "resident":
