@@ -5,6 +5,8 @@ Call `begin()` before measuring, and store what `Measurement.facts()` returns at
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import platform
 import subprocess
@@ -101,3 +103,16 @@ def _git(repository: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def json_text(figures: Any, indent: int | None = 1) -> str:
+    """Lines of JSON, one without `indent`, with null in place of infinities and NaN, for which JSON has no words."""
+    return json.dumps(_finite(figures), indent=indent, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

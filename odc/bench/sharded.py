@@ -167,7 +167,8 @@ def push(nbytes: int, device: str) -> list[Action]:
     (unit,) = root.layout.units
     gradients = [Gradient(i, torch.ones(shards * spec.numel, device=device)) for i, spec in enumerate(unit.params)]
     moved = shards * unit.numel * 4
-    others = [*baselines.add(moved, device), *baselines.reduce_scatter(moved, device)]
+    leaving = moved * (shards - 1) // shards  # as a rank keeps its own part of the unit
+    others = [*baselines.add(moved, device), *baselines.reduce_scatter(leaving, device)]
 
     def run() -> None:
         root.member.pusher.push(unit, gradients)

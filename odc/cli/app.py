@@ -56,10 +56,10 @@ def run(arguments: list[str]) -> int:
     try:
         app(args=arguments, prog_name="odc")
     except SystemExit as ending:
-        return ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-    except KeyboardInterrupt:
-        print("odc: interrupted", file=sys.stderr)
-        return 130
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+        if code == 130:  # typer's for KeyboardInterrupt
+            print("odc: interrupted", file=sys.stderr)
+        return code
     except OdcError as error:
         if _shown["traceback"]:
             traceback.print_exc()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ from typer import Option
 from odc.bench.parts import PARTS, QUICK, THOROUGH
 from odc.cli.files import require_writable, writing
 from odc.errors import ConfigError
+from odc.provenance import json_text
 
 _HERE = [name for name, part in PARTS.items() if part.on != "cuda"]
 _CUDA_ONLY = [name for name in PARTS if name not in _HERE]
@@ -61,7 +61,7 @@ def bench(
     if on == "cuda" and not only:
         result["left_out"] += filter(None, (suite.unfit(name, on) for name in PARTS))
     with writing("json", json):
-        json.write_text(jsonlib.dumps(result, indent=1) + "\n", encoding="utf-8")
+        json.write_text(json_text(result), encoding="utf-8")
     print(tables.show(result))
     print(f"\nfigures  {json}")
     if result["failed"]:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from odc.errors import ConfigError
 
@@ -29,16 +26,3 @@ def require_writable(name: str, path: Path) -> None:
             path.open("ab").close()
         elif not path.exists():  # a pipe, or a device, is no place to try
             tempfile.TemporaryFile(dir=path.parent).close()
-
-
-def json_text(figures: Any) -> str:
-    """Lines of JSON, with null in place of infinities and NaN, for which JSON has no words."""
-    return json.dumps(_finite(figures), indent=1, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

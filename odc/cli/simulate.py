@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from odc.cli.files import json_text, require_writable, writing
+from odc.cli.files import require_writable, writing
 from odc.cli.options import options_from
 from odc.compiled import numba
 from odc.errors import ConfigError
+from odc.provenance import json_text
 from odc.simulate.scenario import Scenario, scenario_from_yaml
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import socket
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from odc.settings import Settings
 from odc.worker import Job, in_background
 
 PURPOSE = "reach"
+_LENGTH = struct.Struct("!I")  # before each message
 _PINGS, _LARGE = 5, 256 << 10  # bytes there and back
 _LARGE_S = 10.0  # for those; a path that loses large packets delivers none
 _START = "start it on every host, by the launcher of the job (srun, torchrun --no-python, ...)"
@@ -180,10 +182,12 @@ def _listening(store: Any, rank: int, settings: Settings) -> Iterator[HostNetwor
 
 
 def _echo(connection: socket.socket) -> None:
+    """Answers each message once it is here as a whole: a link that carries both ways at once is not twice as fast."""
     connection.setblocking(True)
     with contextlib.suppress(OSError), connection:
-        while data := connection.recv(1 << 16):
-            connection.sendall(data)
+        while len(header := connection.recv(_LENGTH.size, socket.MSG_WAITALL)) == _LENGTH.size:
+            (nbytes,) = _LENGTH.unpack(header)
+            connection.sendall(connection.recv(nbytes, socket.MSG_WAITALL))
 
 
 def _ways(network: HostNetwork, mine: Host, others: Sequence[Host]) -> list[Way]:
@@ -242,7 +246,7 @@ def _there_and_back(connection: socket.socket, nbytes: int) -> float:
 
 def _send(connection: socket.socket, nbytes: int) -> None:
     with contextlib.suppress(OSError):  # the receiver notices
-        connection.sendall(bytes(nbytes))
+        connection.sendall(_LENGTH.pack(nbytes) + bytes(nbytes))
 
 
 def _interface(address: str) -> tuple[str, int]:

@@ -123,10 +123,14 @@ def reset_peak(device: torch.device = _CPU) -> None:
 
 
 def peak_bytes(device: torch.device = _CPU) -> int:
-    """Most bytes held at once since `reset_peak`. Heaps count as they are now: they are mapped whole and never grow."""
+    """Most bytes held at once since `reset_peak`, counted as `held_bytes` does.
+
+    On the host pages that are shared, as libraries and heaps are, count as they are divided now: the kernel keeps a
+    peak of whole pages alone. Heaps are mapped whole and never grow.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) + _heaps()
-    return _field(_STATUS, "VmHWM") - _field(_STATUS, "RssShmem") + _field(_ROLLUP, "Pss_Shmem")
+    return _field(_STATUS, "VmHWM") - _field(_ROLLUP, "Rss") + _field(_ROLLUP, "Pss")
 
 
 def _heaps() -> int:

@@ -29,6 +29,7 @@ from odc.experiments.results import JobResult, SkippedStep, StepRecord
 from odc.experiments.update import by_rank
 from odc.experiments.workload import Workload
 from odc.fsdp import shutdown
+from odc.provenance import json_text
 from odc.recovery import Recovery
 from odc.trace import (
     COMPUTE,
@@ -284,7 +285,7 @@ class RankJob:
         if log is not None and self.rank == 0:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a") as lines:
-                lines.write(json.dumps(asdict(record)) + "\n")
+                lines.write(json_text(asdict(record), indent=None))
 
 
 def _drop_after(log: Path, step: int) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from odc.deadlines import RESTART_FIRST_PAUSE_S, RESTART_LONGEST_PAUSE_S, Backoff, Deadline
 from odc.errors import OdcError
+from odc.experiments.progress import end_killed_line
 from odc.ranks.processes import ForkServer, RankOutcome, RankProcesses, fork_server, host_store, task
 
 _CONSEQUENCES = ("PeerLostError", "WaitTimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError")
@@ -109,6 +111,10 @@ def launch(
                 [(rank, why + lives.before(rank) * (rank in stuck)) for rank, why in failures], tracebacks
             )
         return [outcome.value for outcome in processes.outcomes if not outcome.left_out]
+    except BaseException:
+        processes.close()  # first: what rank 0 still writes comes before
+        end_killed_line(sys.stderr)
+        raise
     finally:
         processes.close()
 

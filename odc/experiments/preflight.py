@@ -129,6 +129,14 @@ def unwritten_file(file: Path, name: str) -> None:
         raise ConfigError(f"{name}: {file} holds the steps of a run already; name a new file")
 
 
+def new_file(file: Path, name: str) -> None:
+    """Checks that `file`, the option `name`, can be written or replaced; makes its folder if it is missing."""
+    if file.is_dir():
+        raise ConfigError(f"{name}: {file} is a folder; name a file in it")
+    if not file.exists() or file.is_file():
+        writable_folder(file.parent, name)
+
+
 def writable_folder(folder: Path, name: str) -> None:
     """Makes `folder`, the option `name`, if it is missing and checks that a file can be written in it."""
     try:

@@ -65,12 +65,19 @@ class Progress:
             print(f"{self._label} [{seconds:5.1f} s] {text}", file=self._stream, flush=True)
 
 
+def end_killed_line(stream: IO[str]) -> None:
+    """Shows the cursor again, which a live line hides, where the process that had one may have been killed."""
+    if stream.isatty():
+        stream.write("\x1b[?25h\n")
+        stream.flush()
+
+
 def _live_line(stream: IO[str], steps: int, label: str) -> Any:
     """A started rich progress with one task."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    named, note = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+    named, note = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}"))
     columns = (named, BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), note)
     live = Progress(*columns, console=Console(file=stream))
     live.add_task(label, total=steps, note="starting")

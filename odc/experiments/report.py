@@ -6,7 +6,6 @@ every key.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from operator import methodcaller
 from pathlib import Path
@@ -17,9 +16,9 @@ from odc.experiments.compare import CompareConfig, hosts_of, over_repeats, run_a
 from odc.experiments.device import device_names
 from odc.experiments.hosts import HostTeam
 from odc.experiments.machine import machine, versions
-from odc.experiments.preflight import writable_folder
+from odc.experiments.preflight import new_file
 from odc.experiments.results import ArmRun
-from odc.provenance import begin
+from odc.provenance import begin, json_text
 from odc.trace import CATEGORIES, Stat
 
 
@@ -32,7 +31,7 @@ def compare(
     """
     begun = begin()
     config.workload.check_extras()
-    writable_folder(path.parent, "json")
+    new_file(path, "json")
     runs = run_arms(config, show, team)
     figures = report(config, runs, command) | begun.facts()
     write_report(path, figures)
@@ -60,9 +59,12 @@ def report(config: CompareConfig, runs: dict[str, list[ArmRun]], command: Sequen
 
 
 def write_report(path: Path, figures: dict[str, Any]) -> None:
-    """Writes the figures as JSON, replacing the file as a whole."""
+    """Writes the figures as JSON, replacing the file as a whole; a device or a pipe is written to as it is."""
+    if path.exists() and not path.is_file():
+        path.write_text(json_text(figures))
+        return
     beside = path.with_name(f".{path.name}.partial")
-    beside.write_text(json.dumps(figures, indent=1) + "\n")
+    beside.write_text(json_text(figures))
     beside.replace(path)
 
 

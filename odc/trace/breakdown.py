@@ -130,7 +130,10 @@ def own_steps(spans: Iterable[Span]) -> dict[int, tuple[int, int]]:
         if span.category == WINDOW:
             start, end = windows.get(span.epoch, (span.start_ns, span.end_ns))
             if span.end_ns < start or span.start_ns > end:
-                raise TraceError(f"epoch {span.epoch} was recorded twice: clear the recorder between two runs")
+                raise TraceError(
+                    f"epoch {span.epoch} was recorded twice: clear the recorder between two runs; around roots that "
+                    "train in turns, open one `recorder().window(n)`"
+                )
             windows[span.epoch] = min(start, span.start_ns), max(end, span.end_ns)
         elif span.category == OPTIMIZER:
             optimizers[span.epoch] = max(optimizers.get(span.epoch, span.end_ns), span.end_ns)

@@ -92,9 +92,10 @@ class Recorder:
             return
         if end_ns is None:
             end_ns = self.now() if lane == MAIN else _clock()
-        self._appended()
-        # One append of one tuple: no other thread can see a partial span.
+        # One append of one tuple: no other thread can see a partial span. Counted afterwards: a span that is counted
+        # and not there yet would pass for one that was dropped.
         self._spans.append((category, lane, start_ns, end_ns, self.epoch, self.microbatch_index, unit, peer, nbytes))
+        self._appended()
 
     def span(self, category: str, *, unit: str = "", peer: int = NO_PEER) -> _SpanContext:
         """Record the body of a `with` as one span of the main lane, even if it raises."""

@@ -33,3 +33,14 @@ def test_the_plain_copy_asks_for_huge_pages_as_a_fetch_does(monkeypatch: pytest.
         plain.free()
     assert len(advised[fetcher]) == 9
     assert advised[sharded] == advised[fetcher]
+
+
+def moved_by_a_push() -> dict[str, int]:
+    return {one.name: one.nbytes for one in sharded.push(1 << 20, "cpu")}
+
+
+def test_a_push_is_measured_against_the_reduce_scatter_of_the_same_unit() -> None:
+    """A rank sends the parts of the others: of two ranks, half the unit."""
+    with RankPool(2) as pool:
+        for moved in pool.each(moved_by_a_push):
+            assert moved["gloo reduce_scatter"] * 2 == moved["push of a unit"] >= 1 << 20

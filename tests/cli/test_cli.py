@@ -149,3 +149,12 @@ for arguments in (["compare", "--demo"], ["train", "--model", "m", "--data", "st
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=_ENV)
+
+
+def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("odc.cli.plan.require_writable", interrupted)
+    assert command.odc("plan", "--lengths", "stdlib", "--json", "x.json") == 130
+    assert capsys.readouterr().err.endswith("odc: interrupted\n")

@@ -64,6 +64,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
     "compare": [
         (["--arms", "odc,zero1"], "odc: arms must be different ones of fsdp2-localsort, "),
         (["--skip", "3"], "odc: skip must leave a step to measure: it is 3, steps is 3"),
+        (["--json", "/"], "odc: json: / is a folder; name a file in it"),
         *(([option, "1"], "No such option") for option in ("--recover", "--keep", "--fewest", "--rejoin")),
     ],
     "grpo": [(["--group", "1"], "odc: group must be a whole number, 2 or more, not 1")],

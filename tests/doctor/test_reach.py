@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,6 +101,22 @@ def test_ways_are_tried_at_once_as_one_that_is_dropped_takes_long() -> None:
     assert [(way.source, way.target) for way in ways] == [(0, n) for n in range(1, 8)]
     assert [way.target for way in ways if not way.wrong] == [3] and ways[2].rate > 0
     assert "connecting to rank 7: timed out" in ways[-1].wrong
+
+
+def test_a_message_comes_back_once_it_is_there_as_a_whole() -> None:
+    """Else the rate would be nearly that of both directions together."""
+    ours, theirs = socket.socketpair()
+    in_background("odc-echo", lambda: _echo(theirs))
+    message = bytes(range(256)) * 1024
+    ours.settimeout(0.2)
+    ours.sendall(struct.pack("!I", len(message)) + message[:-1])
+    with pytest.raises(TimeoutError):
+        ours.recv(1)
+    ours.setblocking(True)
+    ours.sendall(message[-1:])
+    same = ours.recv(len(message), socket.MSG_WAITALL) == message
+    ours.close()
+    assert same
 
 
 def test_without_a_launcher_or_on_one_host_it_says_how_to_start_it(

@@ -25,6 +25,7 @@ from odc.experiments.compare import (
     write_pictures,
 )
 from odc.experiments.config import DEFAULT_ARMS
+from odc.experiments.preflight import new_file
 from odc.experiments.report import report, write_report
 from odc.experiments.results import ArmRun, JobResult, SkippedStep
 from odc.experiments.table import table, tables
@@ -168,6 +169,21 @@ def test_the_json_comes_back_and_every_key_is_documented(figures: dict, tmp_path
     documented = set(re.findall(r"`([a-z_.<>]+)`", (Path(__file__).parents[2] / "docs" / "compare.md").read_text()))
     named = {part for entry in documented for part in entry.split(".")}
     assert figures.keys() | figures["arms"]["odc"].keys() <= named
+
+
+def test_a_device_stays_a_device(figures: dict, tmp_path: Path) -> None:
+    """--json /dev/stdout, or /dev/null: as root a rename would replace it."""
+    path = tmp_path / "out" / "null"
+    path.parent.mkdir()
+    path.symlink_to("/dev/null")
+    new_file(path, "json")
+    write_report(path, figures)
+    assert path.is_symlink() and [path] == list(path.parent.iterdir())
+
+
+def test_what_is_no_number_in_json_is_null(figures: dict, tmp_path: Path) -> None:
+    write_report(tmp_path / "figures.json", figures | {"seed": float("nan")})
+    assert json.loads((tmp_path / "figures.json").read_text()) == figures | {"seed": None}
 
 
 def shown(*tables: Any) -> str:

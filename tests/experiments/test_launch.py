@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -48,6 +49,22 @@ def _children() -> set[str]:
         if fields[1] == me and fields[0] != "Z" and not helper:
             found.add(stat.parent.name)
     return found
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_after_a_failure_the_terminal_shows_its_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0, which may have hidden it, is killed."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    launch(_add_rank, 5, ranks=1)
+    assert terminal.getvalue() == ""
+    with pytest.raises(JobFailedError):
+        launch(_raise_on_one, ranks=2)
+    assert terminal.getvalue().endswith("\x1b[?25h\n")
 
 
 def test_results_come_back_in_rank_order() -> None:

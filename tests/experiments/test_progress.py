@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from odc.experiments.progress import Progress
+from odc.experiments.progress import Progress, end_killed_line
 
 
 class Terminal(io.StringIO):
@@ -61,3 +61,24 @@ def test_other_ranks_say_nothing() -> None:
     progress.step(1, 1.0, 1.0, None)
     progress.close()
     assert stream.getvalue() == ""
+
+
+def test_paths_are_shown_as_they_are() -> None:
+    pytest.importorskip("rich", reason="needs the cli extra")
+    stream = Terminal()
+    progress = Progress(2, "job [/y]", stream=stream)
+    progress.phase("exporting to runs/[v2]/out[/x]")
+    progress.close()
+    assert "exporting to runs/[v2]/out[/x]" in stream.getvalue() and "job [/y]" in stream.getvalue()
+
+
+def test_a_terminal_whose_line_was_killed_shows_its_cursor_again() -> None:
+    pytest.importorskip("rich", reason="needs the cli extra")
+    stream, file = Terminal(), io.StringIO()
+    Progress(2, "job", stream=stream).phase("reading")
+    hidden, shown = "\x1b[?25l", "\x1b[?25h"
+    assert stream.getvalue().rfind(hidden) > stream.getvalue().rfind(shown)
+    end_killed_line(stream)
+    assert stream.getvalue().rfind(shown) > stream.getvalue().rfind(hidden) and stream.getvalue().endswith("\n")
+    end_killed_line(file)
+    assert file.getvalue() == ""

@@ -195,3 +195,12 @@ def test_one_recorder_a_process():
         assert recorder().rank == 11
     finally:
         recorder().set_rank(rank)
+
+
+def test_a_span_is_there_before_it_is_counted() -> None:
+    """Else a read in between would take it for one that was dropped."""
+    recorder = Recorder(capacity=2)
+    there: list[int] = []
+    recorder._appended = lambda: there.append(len(recorder._spans)) or 0  # type: ignore[func-returns-value]
+    recorder.add("fetch", 0, end_ns=1)
+    assert there == [1]
