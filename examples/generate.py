@@ -1,4 +1,6 @@
-"""Generation from a sharded model, each rank at its own pace: `torchrun --nproc-per-node 2 examples/generate.py`
+"""Generation from a sharded model, each rank at its own pace.
+
+On the CPU: `CUDA_VISIBLE_DEVICES= torchrun --nproc-per-node 2 examples/generate.py`.
 
 Every rank has other prompts, stops where its own sequences end and starts its next batch at once; no rank waits for
 another one's tokens. At the end rank 0 alone evaluates, while the others leave. Name a Hugging Face folder to generate

@@ -1,4 +1,7 @@
-"""One rank has no image: `torchrun --nproc-per-node 2 examples/no_image.py odc` ends, with `fsdp2` it hangs."""
+"""One rank has no image, on CPUs.
+
+`CUDA_VISIBLE_DEVICES= torchrun --nproc-per-node 2 examples/no_image.py odc` ends, with `fsdp2` it hangs.
+"""
 
 from __future__ import annotations
 

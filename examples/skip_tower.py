@@ -1,4 +1,6 @@
-"""A multimodal model whose vision tower some ranks skip: `torchrun --nproc-per-node 2 examples/skip_tower.py`
+"""A multimodal model whose vision tower some ranks skip.
+
+On the CPU: `CUDA_VISIBLE_DEVICES= torchrun --nproc-per-node 2 examples/skip_tower.py`.
 
 LLaVA runs its vision tower for images only. A rank whose microbatches are all text never enters it, and under odc
 no rank waits for it there: the tower's gradients are summed over the ranks that used it, and every rank gets its

@@ -25,7 +25,8 @@ LONGEST_TIMEOUT_S = 10 * 365 * 24 * 3600.0  # the operating system's timers over
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one root, the same on every rank, which is checked when ranks attach to each other's heaps.
+    """Settings of one root. All ranks give the same: those by which heaps are laid out and sums are made are checked
+    when ranks attach to each other's heaps, the others (timeouts, prefetching, kernels, the engine) are not.
 
     Args:
         reproducible: fp64 accumulators, so that the arrival order of pushes practically never changes a bit

@@ -92,6 +92,8 @@ def join_launcher(given: dict[str, Any]) -> int:
         if launched.ranks_each > 1:
             given.setdefault("ranks", launched.ranks_each)
         return 0
+    if launched.missing:
+        raise ConfigError(launched.describe())
     each = _ranks_each(launched, given.get("ranks"))
     os.environ.update(launched.variables(each))
     return each

@@ -55,16 +55,20 @@ class HostTeam:
 
     @classmethod
     def of_launcher(cls, timeout_s: float = 600.0, task: str = "the comparison") -> HostTeam:
-        """In a process with torchrun's variables. Raises ConfigError where hosts have unequally many ranks."""
+        """In a process with torchrun's variables. Raises ConfigError where hosts have unequally many ranks: on those
+        whose number is not the mean; they end the others, which could not know.
+        """
         names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
         number, count, per_host, world = (int(os.environ[name]) for name in names)
-        if world != count * per_host:
-            raise ConfigError(
-                f"{world} ranks on {count} hosts, {per_host} of them here: every host must start equally many "
-                "(--nproc-per-node)"
-            )
         store = store_of_hosts(number, timeout_s)
-        return cls(number, count, per_host, os.environ["MASTER_ADDR"], store, timeout_s, task)
+        team = cls(number, count, per_host, os.environ["MASTER_ADDR"], store, timeout_s, task)
+        if world != count * per_host:
+            with team:
+                raise ConfigError(
+                    f"{world} ranks on {count} hosts, {per_host} of them here: every host must start equally many "
+                    "(--nproc-per-node)"
+                )
+        return team
 
     @property
     def leads(self) -> bool:

@@ -67,7 +67,7 @@ class Root:
             params = [group.odc_params for group in groups]
             refuse_gradient_views(f"rank {rank}", grid, list(zip(units, params, strict=True)))
         if compat.device_of(groups[0]).type == "cpu":
-            # One unit in use, one fetched ahead, and the gradients of two on their way.
+            # One unit in use, one fetched ahead, and the gradients of two on their way, rarely of four.
             keep_freed(4 * grid.shards * max(unit.published_bytes for unit in units))
         self.identity = identity = identity_of(call.sequence, grid)
         # Nothing that the daemon or `_shut_down` holds may hold this object: a deleted model gives its heap back.

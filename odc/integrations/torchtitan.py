@@ -15,6 +15,7 @@ from odc.fsdp import fully_shard
 from odc.settings import Settings
 
 try:
+    import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.distributed.compile import apply_compile
@@ -23,14 +24,18 @@ except ImportError as error:
 
 
 def with_odc(config: Any, settings: Settings | None = None) -> Any:
-    """The same `Trainer.Config` of torchtitan, whose decoder is sharded by odc over all ranks.
+    """The same `Trainer.Config` of torchtitan, whose decoder is sharded by odc over all ranks, without CUDA graphs.
 
     Call it in your function of a config registry, and name that with `--module` and `--config`. Raises ConfigError for
     what odc cannot do, from here or, where the command line asks for it, when the trainer is made.
     """
     _refuse_parallelism(config.parallelism)
     sharding = functools.partial(parallelize, settings=settings)
-    return dataclasses.replace(config, model_spec=dataclasses.replace(config.model_spec, parallelize_fn=sharding))
+    return dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, disable_cuda_graphs=True),
+        model_spec=dataclasses.replace(config.model_spec, parallelize_fn=sharding),
+    )
 
 
 def parallelize(
@@ -48,6 +53,10 @@ def parallelize(
     _refuse_parallelism(parallelism)
     if training.enable_cpu_offload:
         _refuse("training.enable_cpu_offload", "leave it out; each rank holds its shard on its device")
+    if not training.disable_cuda_graphs and torch.cuda.is_available():  # elsewhere torchtitan makes none
+        _refuse("CUDA graphs", "leave out --training.no-disable-cuda-graphs")
+    if not hasattr(model, "layers"):
+        _refuse(f"sharding to {type(model).__name__}", "it is no decoder with layers")
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:

@@ -202,6 +202,7 @@ def test_ranks_that_a_process_starts(
         (pods(2)[0], {"ranks": 1}, "--ranks must be 2 or a multiple, not 1"),
         (pods(2)[0], {}, "name those of all 2 hosts"),
         (tasks(4)[2] | {"SLURM_LOCALID": ""}, {}, "srun: SLURM_LOCALID is not set"),
+        (pods(2)[0] | {"PET_NNODES": "1:2"}, {"ranks": 16}, "TrainJob: PET_NNODES is '1:2', which is no number"),
     ],
 )
 def test_numbers_that_do_not_fit(

@@ -134,13 +134,37 @@ def test_a_host_that_ends_is_not_waited_for(sites: list[LaunchSite], wrong: int)
     assert not sites, "no rank has been started"
 
 
-@pytest.mark.parametrize(("here", "world"), [("2", "6"), ("4", "6"), ("2", "5")])
-def test_hosts_with_unequally_many_ranks_are_refused(monkeypatch: pytest.MonkeyPatch, here: str, world: str) -> None:
-    environment = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": here, "WORLD_SIZE": world}
-    for name, value in (environment | {"MASTER_PORT": "1", "MASTER_ADDR": "a"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"{world} ranks on 2 hosts, {here} of them here: every host must start"):
-        HostTeam.of_launcher()
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, list[int]], HostTeam]:
+    """The team of a host, whose launcher has started so many ranks on each."""
+    store: Any = host_store()
+    monkeypatch.setattr(hosts, "store_of_hosts", lambda number, timeout_s: store.clone())
+
+    def team(number: int, ranks: list[int]) -> HostTeam:
+        sizes = {"GROUP_WORLD_SIZE": len(ranks), "LOCAL_WORLD_SIZE": ranks[number], "WORLD_SIZE": sum(ranks)}
+        for name, value in (sizes | {"GROUP_RANK": number, "MASTER_ADDR": "127.0.0.1"}).items():
+            monkeypatch.setenv(name, str(value))
+        return HostTeam.of_launcher()
+
+    return team
+
+
+@pytest.mark.parametrize("ranks", [[2, 4], [4, 2], [2, 3]])
+def test_hosts_with_unequally_many_ranks_are_refused(started: Callable[..., HostTeam], ranks: list[int]) -> None:
+    message = f"{sum(ranks)} ranks on 2 hosts, {ranks[0]} of them here: every host must start"
+    with pytest.raises(ConfigError, match=message):
+        started(0, ranks)
+
+
+def test_a_host_that_has_the_mean_number_learns_that_others_have_not(
+    started: Callable[..., HostTeam], sites: list[LaunchSite]
+) -> None:
+    for refused in (1, 2):
+        with pytest.raises(ConfigError):
+            started(refused, [2, 3, 1])
+    with pytest.raises(OdcError, match=r"host 1 failed in the comparison: ConfigError: 6 ranks on 3 hosts, 3 of them"):
+        started(0, [2, 3, 1]).launch(0, print)
+    assert not sites, "no rank has been started"
 
 
 AHEAD_NS = (0, 0, 5 * 10**12, 5 * 10**12)  # of each rank's clock

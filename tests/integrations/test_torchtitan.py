@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def configured(folder: Path, changes: dict[str, dict[str, Any]]) -> Any:
         "validator": {"enable": False},
         "debug": {"seed": 0},
     }
-    short["training"] |= {"mixed_precision_param": "float32", "disable_cuda_graphs": True}
+    short["training"] |= {"mixed_precision_param": "float32"}
     for part, fields in [*short.items(), *changes.items()]:
         for name, value in fields.items():
             setattr(getattr(config, part), name, value)
@@ -109,6 +110,7 @@ def train(
 
         config = with_odc(config)
     else:
+        config.training.disable_cuda_graphs = True
         config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=summed(config.model_spec))
     trainer, found = config.build(), []
     trainer.metrics_processor.log = lambda step, mean, most, norm, **unused: found.append((mean, most, norm))
@@ -145,16 +147,20 @@ def refused(rank: int, world: int, folder: Path) -> list[str]:
         except ConfigError as error:
             found.append(str(error))
     config = configured(folder, {})
-    asked = dataclasses.replace(config.training, enable_cpu_offload=True)
     given = {"parallel_dims": None, "compile_config": None, "ac_config": None, "dump_folder": ""}
-    try:
-        parallelize(None, training=asked, parallelism=config.parallelism, **given)
-    except ConfigError as error:
-        found.append(str(error))
+    with patch.object(torch.cuda, "is_available", lambda: True):
+        for fields in ({"enable_cpu_offload": True}, {"disable_cuda_graphs": False}, {"disable_cuda_graphs": True}):
+            asked = dataclasses.replace(config.training, **fields)
+            try:
+                parallelize(torch.nn.Linear(1, 1), training=asked, parallelism=config.parallelism, **given)
+            except ConfigError as error:
+                found.append(str(error))
+    assert not config.training.disable_cuda_graphs and with_odc(config).training.disable_cuda_graphs
     return found
 
 
-def test_other_parallelism_and_offloading_are_refused_in_one_line(ranks, tmp_path) -> None:
-    backend, tensor, offloading = ranks(2).run(refused, tmp_path)[0]
+def test_other_parallelism_graphs_and_offloading_are_refused_in_one_line(ranks, tmp_path) -> None:
+    backend, tensor, offloading, graphs, linear = ranks(2).run(refused, tmp_path)[0]
+    assert "CUDA graphs" in graphs and "Linear: it is no decoder" in linear
     assert "training.enable_cpu_offload: leave it out" in offloading
     assert "set it to 'partial_dtensor'" in backend and "leave its degree at 1" in tensor
