@@ -89,11 +89,16 @@ class Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Job[Any]) -> None:
+        """Raises RuntimeError where the system starts no thread; the job was not submitted then."""
+        if self._starting.acquire(blocking=False):
+            try:
+                self._thread.start()
+            except RuntimeError:
+                self._starting.release()
+                raise
         if self._room is not None:
             self._room.acquire()
         self._jobs.put(job)
-        if self._starting.acquire(blocking=False):
-            self._thread.start()
 
     def close(self, within_s: float = 0.0) -> None:
         """End the thread once it has run what was submitted, and wait so long for that; 0 never waits."""

@@ -130,6 +130,21 @@ def test_a_worker_keeps_the_order_and_survives_an_error(worker: Worker) -> None:
     assert seen == list(range(50))
 
 
+def test_where_no_thread_can_be_started_nothing_was_submitted(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    seen: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none)
+        for number in range(3):  # more than may wait
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                worker.submit(Job(lambda number=number: seen.append(number)))  # type: ignore[misc]
+    last = Job(lambda: seen.append(7))
+    worker.submit(last)
+    assert last.over(60.0) and seen == [7]
+
+
 def test_a_full_queue_holds_up_the_caller(worker: Worker) -> None:
     gate, jobs = Gate(), [Job(lambda: None) for _ in range(3)]
     worker.submit(Job(gate))

@@ -45,8 +45,8 @@ class Sender:
         for earlier in [job for job in self._jobs if job.over()]:
             self._jobs.remove(earlier)
             earlier.wait()
-        self._jobs.append(job)
         self._worker.submit(job)
+        self._jobs.append(job)
         recorder().add(PUSH, begin, unit=unit.name)
 
     def flush(self) -> None:

@@ -88,6 +88,7 @@ class Links:
         # Reentrant: the garbage collector may end a root, which sends to the others, while this thread sends.
         self._changing = threading.RLock()
         self._closed = False
+        self._waiting_shown = False  # to the other hosts
         self._refreshed = 0.0
         sizes = layout.heap.bytes_by_name()
         self._words = {region: sizes.get(region, 0) // 8 for region in _ARENA}  # how many, where there is an arena
@@ -140,7 +141,9 @@ class Links:
             self._send_all(*self._explained(index, value))
         elif index == Word.PROGRESS:
             self.refresh()
-        elif index == Word.STATE and value == RootState.CLOSED:  # it may not call into odc again for long
+        elif (index, value) == (Word.STATE, RootState.CLOSED) or (
+            (index, value) == (Word.WAITING, 0) and self._waiting_shown
+        ):  # it may not call into odc again for long: it would stand there in a state, or a wait, that is over
             self._refresh()
 
     def _explained(self, index: int, value: int) -> list[Message]:
@@ -167,7 +170,9 @@ class Links:
             if self._closed:  # the board's memory may be gone
                 return
             board = self._layout.mine.board
-            encoded = encode(*(StoredWord(word, board.load(word)) for word in _NOW_AND_THEN))
+            words = {word: board.load(word) for word in _NOW_AND_THEN}
+            self._waiting_shown = words[Word.WAITING] != 0
+            encoded = encode(*(StoredWord(word, value) for word, value in words.items()))
             for link in self._links.values():
                 if link.room(0):  # or the other end has been stopped for long, and reads the next ones
                     self._send(link, encoded)

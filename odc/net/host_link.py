@@ -31,6 +31,7 @@ class HostLink:
 
     def __init__(self, member: int, connection: socket.socket, lost_after_s: float = LOST_AFTER_S) -> None:
         self.member, self._connection = member, connection
+        self._broken: OSError | None = None
         self.wait_for_network(lost_after_s)
         close_after_fork(self)
 
@@ -44,8 +45,14 @@ class HostLink:
         return self._connection.fileno()
 
     def send(self, encoded: bytes) -> None:
-        """Send encoded messages; raises OSError where the link is broken."""
-        self._connection.sendall(encoded)
+        """Send encoded messages; raises OSError where the link is broken, as it is once a part of one was sent."""
+        if self._broken is not None:
+            raise self._broken
+        try:
+            self._connection.sendall(encoded)
+        except OSError as error:
+            self._broken = error
+            raise
 
     def receive(self) -> bytes | None:
         """What has arrived; None if nothing has, empty at the end. Raises OSError where the link is broken."""

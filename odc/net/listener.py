@@ -25,17 +25,19 @@ _MOST_PENDING = 64
 _BACKLOG = 1024
 _PIECE = 1 << 16
 _ADDRESS = re.compile(r"[!-?A-~]{1,100}")  # printable, no space, no '@' (which stands for NUL in /proc/net/unix)
-_OUT_OF_DESCRIPTORS = {
+_RUN_OUT = {  # here, whatever the other end does
     errno.EMFILE: "raise this process's limit of open files (ulimit -n)",
     errno.ENFILE: "raise this machine's limit of open files (sysctl fs.file-max)",
+    errno.ENOBUFS: "this machine has no memory for sockets: raise sysctl net.core.wmem_max and net.ipv4.tcp_mem",
+    errno.ENOMEM: "this machine has no memory left",
 }
 
 _log = logging.getLogger(__name__)
 
 
 def remedy(error: OSError, otherwise: str) -> str:
-    """What to do about an error of opening or listening: other than `otherwise` where descriptors have run out."""
-    return _OUT_OF_DESCRIPTORS.get(error.errno or 0, otherwise)
+    """What to do about an error of opening or listening: not `otherwise` where this machine has run out of it."""
+    return _RUN_OUT.get(error.errno or 0, otherwise)
 
 
 class _Pending(Generic[T]):

@@ -47,6 +47,7 @@ from odc.settings import LOST_AFTER_S, Settings
 
 _TRIES = 6  # where the other end hangs up during the handshake
 _UNREACHABLE = {errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT}  # as while a switch fails over
+_NO_PORT = "this machine has no free port left: widen sysctl net.ipv4.ip_local_port_range"
 _LISTENING = ("address", "ports", "secret_file")  # settings that a listener keeps
 _MOST_FILES = 1 << 16  # a hard limit may be a billion, and some programs that a rank starts close every number below it
 _FIXED = (*_LISTENING, "lost_after_s")
@@ -78,7 +79,7 @@ class HostNetwork:
         self._secret = job_secret(store, settings.secret_file)
         try:
             listening = bind(address, settings.ports)
-            port = int(listening.getsockname()[1])
+            self._bound_to, port = listening.getsockname()[:2]  # an address in digits, whatever the setting names
             listener = Listener(self._reactor, listening, f"{address}:{port}", self._begin, self._welcome)
         except OSError as error:
             other = "set Settings(address=...) to an address of this host that the others reach"
@@ -113,7 +114,7 @@ class HostNetwork:
             self._listener = self._listen()
         self.store = self.store.within(max(STORE_LEAST_S, settings.timeout_s))
         self._engine = make_engine(
-            settings, self.rank, lambda rank, check: self.dial(rank, PURPOSE, check), self.address[0]
+            settings, self.rank, lambda rank, check: self.dial(rank, PURPOSE, check), self._bound_to
         )
         self.expect(PURPOSE, self._engine.adopt)
 
@@ -204,7 +205,7 @@ def _raise_limit_of_files() -> None:
 
 
 def make_engine(settings: Settings, me: int, dial: Dial, address: str) -> Engine:
-    """The engine of rank `me` (global). `address` is this host's, and `dial` connects to other ranks."""
+    """The engine of rank `me` (global). `address` is this host's, in digits; `dial` connects to other ranks."""
     if settings.memory == "nvshmem" and settings.engine == "auto":
         return NvshmemEngine(me, dial, settings.timeout_s, settings.lost_after_s)
     if choose_engine(settings.engine) == "nixl":
@@ -241,7 +242,7 @@ def dial(
             return _admitted(connection, secret, me, rank, purpose)
         except OSError as error:
             if connection is None:
-                if cure := remedy(error, ""):
+                if cure := remedy(error, _NO_PORT if error.errno == errno.EADDRNOTAVAIL else ""):
                     raise UnsupportedError(f"{where}: {error}; {cure}") from error
                 if error.errno not in _UNREACHABLE or unreachable.passed():
                     hint = "if that is not where this host reaches it, set Settings(address=...) there"

@@ -12,6 +12,7 @@ import ipaddress
 import math
 import socket
 import struct
+from pathlib import Path
 from typing import Any
 
 from odc.deadlines import ENGINE_LONGER_S, PROBE_S, READ_CHECK_S
@@ -20,6 +21,7 @@ from odc.net.store import store_address, underlying
 
 _MOST_PROBES = 120  # the kernel counts up to 127
 _SIOCGIFADDR = 0x8915
+_IPV6 = Path("/proc/net/if_inet6")
 _TIMEVAL = struct.Struct("ll")
 _ELSEWHERE = ("198.51.100.1", 9)  # of a network that is nowhere, so by the default route
 
@@ -59,13 +61,27 @@ def _interface_towards(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address; None if there is none."""
+    """The network interface that has an address as its first IPv4 address, or one of its IPv6 ones; None if there is
+    none.
+    """
+    if ":" in address:
+        return _interface_of_ipv6(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
                 found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
+    return None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        for line in _IPV6.read_text().splitlines():
+            digits, *_, name = line.split()
+            if int(digits, 16) == int(wanted):
+                return name
     return None
 
 

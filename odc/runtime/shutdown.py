@@ -158,14 +158,19 @@ class ReleaseQueue:
     def add(self, release: HeapRelease) -> None:
         self._added.append(release)
         if self._serving.acquire(blocking=False):
-            in_background("odc-releases", self._release)
+            try:
+                in_background("odc-releases", self._release)
+            except RuntimeError:  # no thread can be started now; `wait` serves them then
+                self._serving.release()
         if self._stopping:
             release.end()  # the thread may have ended before
 
     def wait(self) -> None:
         """Return once every release that was added is over. Raises as `HeapRelease.wait` does, for the first."""
-        late = None
-        for release in self._added[:]:
+        late, added = None, self._added[:]
+        if added and self._serving.acquire(blocking=False):
+            self._release()
+        for release in added:
             try:
                 release.wait()
             except WaitTimeoutError as error:

@@ -65,6 +65,27 @@ def test_a_rank_that_does_not_read_for_long_is_not_dead(linked: Linked, monkeypa
     assert not linked.aborts[0] and not linked.aborts[2]
 
 
+def test_the_end_of_a_wait_that_others_have_seen_is_sent(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a rank that goes on without odc for long stands in their chains of waits, and another one is blamed."""
+    mine, links = linked.join().group.layouts[0].mine.board, linked.links[0]
+    theirs = linked.group.layouts[2].remote(0).board
+
+    def store(word: Word, value: int) -> None:
+        mine.store(word, value)
+        links.stored(word, value)
+
+    store(Word.WAITING, 2)
+    links._refresh()
+    linked.receive([2], lambda: theirs.load(Word.WAITING) == 2)
+    store(Word.WAITING, 0)
+    linked.receive([2], lambda: theirs.load(Word.WAITING) == 0)
+    sent: list[bytes] = []
+    monkeypatch.setattr(links._links[2], "send", sent.append)
+    store(Word.WAITING, 2)
+    store(Word.WAITING, 0)
+    assert not sent, "a wait that no other host has seen"
+
+
 def test_a_rank_that_never_reads_counts_is_named(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
     links = linked.join().links[0]
     monkeypatch.setattr(links._links[2], "room", lambda nbytes: False)

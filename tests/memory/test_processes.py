@@ -109,16 +109,15 @@ def test_close_is_idempotent_and_leaks_nothing(kernel: str) -> None:
 
 
 def test_a_forked_child_closes_the_rest_whatever_one_cannot_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a generator in which a thread of the parent was, and which `close` then refuses."""
+    """As a generator in which a thread of the parent was, and which then refuses to be closed."""
 
     def busy() -> Iterator[memoryview]:
-        with pytest.raises(ValueError, match="already executing"):
-            conversation.close()
+        conversation.close()
         yield memoryview(b"")
 
     here, there = socket.socketpair()
     conversation = server._Conversation(here, 1, None, rest=busy())
-    assert conversation.more() and here.fileno() == -1, "its socket is closed first"
+    assert conversation.more() and here.fileno() == -1, "so that the server goes on with its others"
     there.close()
 
     class Closes:

@@ -11,7 +11,7 @@ from support.hosts import Hosts, need_hosts
 
 from odc.net.host_link import HostLink, side_to_blame
 from odc.net.messages import StoredWord, encode
-from odc.net.tcp import keep_alive, set_for_reader, set_for_server
+from odc.net.tcp import keep_alive, limit_calls, set_for_reader, set_for_server
 from odc.protocol import Word
 from odc.settings import LOST_AFTER_S
 
@@ -144,3 +144,22 @@ def test_what_an_engine_reads_outlives_the_links(lost_after_s: float) -> None:
         one.close()
     assert link == round(lost_after_s * 1000)
     assert server == 0 and link + 5000 < reader <= 1000 * (idle + between * most)
+
+
+def test_a_link_that_sent_a_part_of_a_message_sends_no_other() -> None:
+    """The other end could not tell where the next one begins; and each further one would block as long."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname(), 60.0)
+        theirs, _ = listener.accept()
+    ours.settimeout(None)
+    link = HostLink(0, ours)
+    limit_calls(ours, socket.SO_SNDTIMEO, 0.05)
+    with theirs:
+        with pytest.raises(OSError) as first:
+            link.send(bytes(1 << 26))
+        theirs.settimeout(60.0)
+        theirs.recv(1 << 24)  # there is room again
+        with pytest.raises(OSError) as second:
+            link.send(encode(StoredWord(Word.DONE, 1)))
+        assert second.value is first.value
+    link.close()

@@ -109,7 +109,9 @@ def test_a_gpu_that_the_system_does_not_show_may_use_all(hgx: System) -> None:
     assert len(nearest_devices("0000:77:00.0", hgx.folder)) == len(SWITCHES) + len(STORAGE)
 
 
-def test_ucx_opens_the_adapters_of_the_current_gpu(hgx: System, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ucx_opens_the_adapters_of_the_current_gpu(
+    hgx: System, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Properties:
         pci_domain_id, pci_bus_id, pci_device_id = 0, 0xC3, 0
 
@@ -126,4 +128,7 @@ def test_ucx_opens_the_adapters_of_the_current_gpu(hgx: System, monkeypatch: pyt
     assert address_of(5) == "0000:c3:00.0"
     nixl.set_for_ucx("127.0.0.1")
     assert os.environ["UCX_NET_DEVICES"] == "mlx5_9:1,lo"
+    monkeypatch.delenv("UCX_NET_DEVICES")
+    nixl.set_for_ucx("192.0.2.77")
+    assert "UCX_NET_DEVICES" not in os.environ and "no interface has 192.0.2.77" in caplog.text
     assert nearest.rdma_devices(hgx.folder)[:2] == ["mlx5_0", "mlx5_1"]

@@ -238,6 +238,11 @@ def test_a_rank_that_cannot_listen_learns_what_helps(code: int, cure: str, monke
     [
         (errno.EMFILE, r"raise this process's limit of open files \(ulimit -n\)"),
         (errno.ENFILE, r"raise this machine's limit of open files \(sysctl fs.file-max\)"),
+        (errno.EADDRNOTAVAIL, "this machine has no free port left: widen sysctl net.ipv4.ip_local_port_range"),
+        (
+            errno.ENOBUFS,
+            "this machine has no memory for sockets: raise sysctl net.core.wmem_max and net.ipv4.tcp_mem",
+        ),
     ],
 )
 def test_a_rank_without_descriptors_does_not_blame_the_one_it_connects_to(

@@ -198,6 +198,23 @@ def test_memory_is_given_back_where_no_thread_can_be_started(side: Make, monkeyp
     assert not is_open(one) and one.daemon.alive()
 
 
+def test_releases_that_got_no_thread_are_served_by_whoever_waits(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_background(name: str, work: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one, other = side(0).announce(), side(1).announce()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutdown, "in_background", in_background)
+        left(one)
+        left(other)
+    waiters = [threading.Thread(target=at.daemon.releases.wait) for at in (one, other)]
+    for waiter in waiters:
+        waiter.start()
+    for waiter in waiters:
+        waiter.join(60.0)
+    assert not is_open(one) and not is_open(other)
+
+
 def test_the_daemon_goes_on_while_memory_waits_for_its_device(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which may compute for long, for another root; whoever shuts down waits until the memory is given back."""
     one, other = side(0).announce(), side(1).announce()

@@ -68,6 +68,8 @@ def set_for_ucx(address: str) -> None:
         os.environ.setdefault(name, value)
     if interface is not None:
         os.environ.setdefault("UCX_NET_DEVICES", ",".join([*devices, interface]))
+    elif devices and "UCX_NET_DEVICES" not in os.environ:
+        _log.warning("no interface has %s as its first address, so UCX chooses devices: set UCX_NET_DEVICES", address)
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 
 

@@ -69,7 +69,8 @@ class _Conversation:
     def close(self) -> None:
         self.sock.close()  # first: a thread may be in `rest`, which a forked child cannot close then
         if self.rest is not None:
-            self.rest.close()
+            with contextlib.suppress(ValueError):  # of a forked child
+                self.rest.close()
 
 
 class RegionServer:
