@@ -24,6 +24,7 @@ from odc.settings import Settings
 from odc.trace import FETCH, recorder
 
 _OF_HOST = "@host"  # added to a channel: what was gathered from the members with this index on all hosts
+_LANE = "plan"  # the planning thread's in the trace
 _HEAD = 8  # bytes for each destination: where its rows begin
 
 
@@ -90,12 +91,12 @@ class OnDemandExchange:
         return found
 
     def _show_all(self, channel: str, step: int, values: Ints, readers: Sequence[int]) -> None:
-        raw = self._arena.put(channel, step, values.nbytes, readers)
+        raw = self._arena.put(channel, step, values.nbytes, readers, _LANE)
         raw.copy_(torch.from_numpy(np.ascontiguousarray(values, np.int64).view(np.uint8)))
         self._arena.show(channel)
 
     def _shown_by(self, channel: str, step: int, owner: int) -> Ints:
-        found = self._arena.get(channel, step, owner).raw.numpy().view(np.int64).copy()
+        found = self._arena.get(channel, step, owner, _LANE).raw.numpy().view(np.int64).copy()
         self._arena.done(channel, step, owner)
         return found
 
