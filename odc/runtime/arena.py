@@ -142,7 +142,7 @@ class Arena:
         thread's in the trace.
 
         Raises:
-            HeapMemoryError: it is larger than the whole arena; names the size needed.
+            HeapMemoryError: it is larger than the whole arena; names the size that this entry needs.
             WaitTimeoutError, PeerLostError: a reader, which is named, has not read an earlier entry.
         """
         self.touch(f"putting {channel} of step {step}")
@@ -167,7 +167,7 @@ class Arena:
         if needed > self.nbytes:
             raise HeapMemoryError(
                 f"{self._who()}: {channel} of step {slot.step} needs {needed} bytes, but the arena has {self.nbytes}; "
-                f"declare arena_bytes={needed} or more"
+                f"declare arena_bytes={needed} or more, and if several threads put, room for their channels beside it"
             )
         while True:
             with self._lock:

@@ -35,8 +35,9 @@ class OnDemandExchange:
         store: of the job; `torch.distributed.TCPStore` for example.
         ranks: global ranks of the instances; `rank` is this one's.
         channels: every name that is moved or gathered under; a backward's is its forward's with ".back".
-        arena_bytes: room on each rank for rows that others have yet to copy, at least the bytes of one channel; with
-            all that a rank sends in one step no rank waits for room.
+        arena_bytes: room on each rank for what others have yet to copy, at least the bytes of one channel. With all
+            that a rank moves and gathers in one step no rank waits for room. With less than that, what a thread plans
+            ahead and what another one moves can wait for each other's room in a circle of ranks, up to the deadline.
         timeout_s: how long a wait may last without progress of the peer it waits for.
         name: unlike that of any other exchange of these ranks.
         hosts: its address, ports, secret_file and engine are for ranks on several hosts; see `odc.Settings`.
