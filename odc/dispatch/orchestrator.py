@@ -130,4 +130,4 @@ class Orchestrator:
 
 
 def _refusal(reason: str) -> Ints:
-    return np.concatenate([[-1], np.frombuffer(reason.encode(), np.uint8).astype(np.int64)])
+    return np.concatenate([[-1], np.frombuffer(reason.encode("utf-8", "replace"), np.uint8).astype(np.int64)])

@@ -89,16 +89,6 @@ class Rearrangement:
         """Flat source places of what `instance` gets, slot by slot."""
         return self.order[self.new_starts[instance] : self.new_starts[instance + 1]]
 
-    def pairs(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-        """((source instance, slot), (destination instance, slot)) of every example, in order of destination."""
-        sources = self.sources[self.order]
-        slots = self.order - self.starts[sources]
-        found = []
-        for place, (source, slot) in enumerate(zip(sources.tolist(), slots.tolist(), strict=True)):
-            owner = int(np.searchsorted(self.new_starts, place, side="right")) - 1
-            found.append(((source, slot), (owner, place - int(self.new_starts[owner]))))
-        return found
-
     def validate(self) -> None:
         """Raise PlanError unless every example is listed once."""
         if not (np.bincount(self.order, minlength=len(self.order)) == 1).all():
@@ -159,14 +149,6 @@ class Rearrangement:
         moved = self.new_counts[at]
         shift = self.new_starts[at] - _starts(moved)[:-1]
         return Rearrangement(self.counts, moved, self.order[np.repeat(shift, moved) + np.arange(len(self.order))])
-
-    def volume(self, sizes: ArrayLike | None = None) -> Ints:
-        """[d, d]: what instance i sends to j, of examples with these sizes [n] in any unit; 1 each without."""
-        d = self.instances
-        weights = np.ones(len(self.order), np.int64) if sizes is None else np.asarray(sizes, np.int64)
-        volume = np.zeros(d * d, np.int64)
-        np.add.at(volume, self.sources * d + self.owners, weights)
-        return volume.reshape(d, d)
 
     def between_nodes(self, sizes: ArrayLike, per_node: int) -> Ints:
         """[d]: what each instance sends to instances of other nodes, nodes being runs of `per_node` instances."""

@@ -302,12 +302,14 @@ class LossNormalizer:
 
 
 def _check(promised: Mapping[str, float], divisors: Mapping[str, float]) -> None:
-    """Raise unless the ranks trained on the counts that their losses were divided by; sums of fractions are rounded."""
+    """Raise unless the ranks trained on the counts by which their losses were divided: exactly, but for sums of
+    fractions, which may be rounded to fp32.
+    """
     for name, total in promised.items():
         found = divisors[name]
-        rounded = not (found.is_integer() and total.is_integer()) and math.isclose(found, total, rel_tol=1e-9)
+        rounded = not (found.is_integer() and total.is_integer()) and math.isclose(found, total, rel_tol=1e-6)
         if found != total and not rounded:
             raise OdcError(
-                f"rank {recorder().rank} (epoch {recorder().epoch}): losses were divided by {total:g} {name} as the "
-                f"ranks had announced, but they trained on {found:g}"
+                f"rank {recorder().rank} (epoch {recorder().epoch}): losses were divided by {total:.15g} {name} as the "
+                f"ranks had announced, but they trained on {found:.15g}"
             )

@@ -8,6 +8,7 @@ from odc.memory import Words
 from odc.protocol.grid import RankGrid
 from odc.protocol.protocol import MemberProtocol
 from odc.protocol.words import ARENA_TABLE, ARENA_TAKEN, EntryWord, Word
+from odc.trace import MAIN
 
 _COPIED = "arena/copied"
 
@@ -20,12 +21,16 @@ class ArenaWords:
     """The words of an arena, whose entries are ragged and have no epochs: steps of a channel rise instead.
 
         put     wait: the readers' COPIED >= the channel's last step | write | OFFSET, NBYTES, SIGNATURE | STEP
-        get     wait: the owner's STEP | copy | COPIED, on the owner
+        get     COPIED of the step before | wait: the owner's STEP | copy | COPIED, on the owner
 
-    COPIED of a channel and a reader is the last step that the reader has copied; the reader alone writes it.
+    COPIED of a channel and a reader is the last step that the reader has copied, or skipped; the reader alone writes
+    it. It calls for the steps of an owner's channel on one thread at a time, each when its copies of the last are over.
     `channel` is a number, `reader` and `owner` are members.
 
     `absent(member)` is whether a member will put and copy nothing more.
+
+    `lane` is the waiting thread's in the trace. Only waits of the training thread are on the board: while another one
+    waits, the rank may compute.
 
     Over hosts an owner's entry is pushed to the hosts of its readers, and a reader keeps COPIED of a remote owner
     itself, as TAKEN of the channel and the owner, and pushes it to the owner's host.
@@ -43,7 +48,7 @@ class ArenaWords:
         requests = [(ARENA_TABLE, table), (_COPIED, copied)]
         return [*requests, (ARENA_TAKEN, copied), *mirrors] if hosts else requests
 
-    def await_copied(self, channel: int, step: int, reader: int, what: str) -> None:
+    def await_copied(self, channel: int, step: int, reader: int, what: str, lane: str = MAIN) -> None:
         """Wait until `reader` has copied this rank's entry of `step`, or is absent; errors name `what`."""
 
         def settled() -> bool:
@@ -51,7 +56,7 @@ class ArenaWords:
 
         if self._grid.is_remote(reader):
             self._protocol.layout.remote(reader).attach()
-        self._protocol.waiter.until(settled, reader, f"rank {self._grid.ranks[reader]} {what}", word="COPIED")
+        self._await(settled, reader, what, lane, "COPIED")
 
     def copied(self, channel: int, step: int, reader: int) -> bool:
         """Whether `reader` needs this rank's entry of `step` no more. Does not wait."""
@@ -82,7 +87,9 @@ class ArenaWords:
         for host in sorted({self._grid.host(reader) for reader in readers if self._grid.is_remote(reader)}):
             self._protocol.sink.send_words(host, ARENA_TABLE, base, (step, offset, nbytes, signature))
 
-    def await_entry(self, channel: int, step: int, owner: int, what: str) -> tuple[int, int, int, int]:
+    def await_entry(
+        self, channel: int, step: int, owner: int, what: str, lane: str = MAIN
+    ) -> tuple[int, int, int, int]:
         """Wait until `owner` shows `step` or a later one; returns its step, offset, bytes and signature.
 
         Raises AbsentMember if it will not: what it showed before it was absent is returned all the same.
@@ -95,7 +102,9 @@ class ArenaWords:
         def settled() -> bool:
             return shown() or self.absent(owner)
 
-        self._protocol.waiter.until(settled, owner, f"rank {self._grid.ranks[owner]} {what}", word="STEP")
+        if not shown():
+            self.done(channel, step - 1, owner)  # a skipped entry holds up no put: no earlier one is read any more
+        self._await(settled, owner, what, lane, "STEP")
         if not shown():
             raise AbsentMember
         found = words.load(base + EntryWord.STEP)  # acquires what the owner stored before it
@@ -105,6 +114,10 @@ class ArenaWords:
     def signature(self, channel: int, owner: int) -> int:
         """SIGNATURE of the entry that `owner` shows, or is about to; 0 before its first."""
         return self._entries(owner).load(len(EntryWord) * channel + EntryWord.SIGNATURE)
+
+    def _await(self, settled: Callable[[], bool], member: int, what: str, lane: str, word: str) -> None:
+        text = f"rank {self._grid.ranks[member]} {what}"
+        self._protocol.waiter.until(settled, member, text, lane=lane, word=word, noted=lane == MAIN)
 
     def _entries(self, owner: int) -> Words:
         if self._grid.is_remote(owner):

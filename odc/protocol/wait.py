@@ -79,6 +79,7 @@ class Waiter:
         pause: Callable[[], object] | None = None,
         may_leave: bool = False,
         word: str = "",
+        noted: bool = True,
     ) -> None:
         """Return once `ready()`, which is evaluated again and again and must have no side effect, holds.
 
@@ -86,7 +87,8 @@ class Waiter:
         thread's in the trace; `pause` sleeps between two checks, a tenth of a second at most, where another thread of
         this rank can wake it. Raises PeerLostError if the member died, shut down or aborted, WaitTimeoutError if it
         made no progress for `timeout_s`. With `may_leave` its memory is read, which stays when it shuts down.
-        `word` names what the member stores, if it is a word of the table (`odc.protocol.table`).
+        `word` names what the member stores, if it is a word of the table (`odc.protocol.table`). `noted` is False on a
+        thread beside which the training thread may compute: its wait is not on the board, where the rank's are.
         """
         if word and self._checks is not None:
             self._checks.awaited(word, member)
@@ -94,11 +96,13 @@ class Waiter:
         if ready():
             return
         begin = recorder().now_on(lane)
-        self._note(self._grid.ranks[member])
+        if noted:
+            self._note(self._grid.ranks[member])
         try:
             self._poll(ready, member, what, pause, may_leave)
         finally:
-            self._note(None)
+            if noted:
+                self._note(None)
             end = recorder().now_on(lane)
             if end - begin > _SPAN_NS:
                 recorder().add(WAIT, begin, end_ns=end, peer=self._grid.ranks[member], lane=lane)

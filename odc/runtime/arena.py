@@ -30,6 +30,7 @@ from odc.runtime.daemon import refuse_losses
 from odc.runtime.linking import locate
 from odc.runtime.member import Member
 from odc.settings import Settings
+from odc.trace import MAIN
 
 _ALIGN = 64
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -134,13 +135,14 @@ class Arena:
         member.announce(f"arena_bytes={self.nbytes}, channels={list(channels)}")
         _arenas.add(self)
 
-    def put(self, channel: str, step: int, nbytes: int, readers: Sequence[int]) -> torch.Tensor:
+    def put(self, channel: str, step: int, nbytes: int, readers: Sequence[int], lane: str = MAIN) -> torch.Tensor:
         """Room for `nbytes` that other members will read, uint8 [nbytes], to be written and then shown by `show`.
 
-        Waits until what the channel held is read, and until there is room. Steps of a channel rise.
+        Waits until what the channel held is read, and until there is room. Steps of a channel rise. `lane` is the
+        thread's in the trace.
 
         Raises:
-            HeapMemoryError: it is larger than the whole arena; names the size needed.
+            HeapMemoryError: it is larger than the whole arena; names the size that this entry needs.
             WaitTimeoutError, PeerLostError: a reader, which is named, has not read an earlier entry.
         """
         self.touch(f"putting {channel} of step {step}")
@@ -149,8 +151,8 @@ class Arena:
         if before is not None:
             if step <= before.step:
                 raise OdcError(f"{self._who()}: {channel} was put for step {before.step} already, not only for {step}")
-            self._await_readers(number, before, channel)
-        offset = self._reserve(_Slot(step, 0, nbytes, list(readers)), number, channel)
+            self._await_readers(number, before, channel, lane)
+        offset = self._reserve(_Slot(step, 0, nbytes, list(readers)), number, channel, lane)
         return self._heap.tensor(self.grid.me, "arena", torch.uint8, offset=offset, numel=nbytes)
 
     def show(self, channel: str, signature: int = 0) -> None:
@@ -159,13 +161,13 @@ class Arena:
         slot = self._slots[number]
         self._words.show(number, slot.step, slot.offset, slot.nbytes, signature, slot.readers)
 
-    def _reserve(self, slot: _Slot, number: int, channel: str) -> int:
+    def _reserve(self, slot: _Slot, number: int, channel: str, lane: str) -> int:
         """Find room and note its entry; waits for readers while there is none."""
         needed = entry_bytes(slot.nbytes)
         if needed > self.nbytes:
             raise HeapMemoryError(
                 f"{self._who()}: {channel} of step {slot.step} needs {needed} bytes, but the arena has {self.nbytes}; "
-                f"declare arena_bytes={needed} or more"
+                f"declare arena_bytes={needed} or more, and if several threads put, room for their channels beside it"
             )
         while True:
             with self._lock:
@@ -177,19 +179,19 @@ class Arena:
                     return offset
             total = needed + sum(entry_bytes(one.nbytes) for _, one in held)
             what = f"{channel} of step {slot.step} (with arena_bytes={total} this would not wait)"
-            self._await_readers(*min(held, key=lambda one: one[0]), what)
+            self._await_readers(*min(held, key=lambda one: one[0]), what, lane)
 
-    def _await_readers(self, number: int, slot: _Slot, what: str) -> None:
+    def _await_readers(self, number: int, slot: _Slot, what: str, lane: str = MAIN) -> None:
         name = list(self.channels)[number]
         for reader in slot.readers:
             doing = f"to read {name} of step {slot.step}, to make room for {what}"
-            self._words.await_copied(number, slot.step, reader, doing)
+            self._words.await_copied(number, slot.step, reader, doing, lane)
 
     def _unread(self, number: int, slot: _Slot) -> bool:
         return not all(self._words.copied(number, slot.step, reader) for reader in slot.readers)
 
-    def get(self, channel: str, step: int, owner: int) -> ArenaEntry:
-        """What `owner` has put for this step; waits for it. Copy it, then call `done`.
+    def get(self, channel: str, step: int, owner: int, lane: str = MAIN) -> ArenaEntry:
+        """What `owner` has put for this step; waits for it. Copy it, then call `done`. `lane` is as for `put`.
 
         Raises WaitTimeoutError or PeerLostError, naming the owner, if it did not put it; AbsentMember if it is absent.
         """
@@ -198,7 +200,7 @@ class Arena:
         if not self._protocol.layout.peer(owner).attached:
             self._reach(owner)
         found, offset, nbytes, signature = self._words.await_entry(
-            number, step, owner, f"to put {channel} of step {step}"
+            number, step, owner, f"to put {channel} of step {step}", lane
         )
         if found != step:
             rank = self.grid.ranks[owner]

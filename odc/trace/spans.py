@@ -1,8 +1,8 @@
 """Spans: what one rank did from one moment to another, and the file in which a rank saves them.
 
 The lane "main" is the training thread, and the only one that counts in a breakdown. Its spans may nest or abut; the
-innermost one is what the rank was doing. Other lanes ("fetch", "push", "server") are background threads: they are
-drawn and exported but not counted, because work that hides behind compute delays no step. So is "hosts", whichever
+innermost one is what the rank was doing. Other lanes ("fetch", "push", "plan", "server") are background threads: they
+are drawn and exported but not counted, because work that hides behind compute delays no step. So is "hosts", whichever
 thread reads from other hosts; its spans say in `unit` what did not have to be read. Clocks of hosts differ: spans
 of several hosts can be compared once they are on one clock (`odc.experiments.clock`).
 """

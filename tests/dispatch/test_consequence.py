@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.doubles import exchange_of
+from support.on_ranks import on_ranks
 from support.toy import ENCODERS, POLICIES, Batch, Toy, draw, phases, step_as_drawn, step_rearranged
 
-from odc.dispatch import Nodes
+import odc
+from odc.dispatch import Nodes, Rearrangement
+from odc.dispatch.exchange import BACK
 from odc.dispatch.orchestrator import Orchestrator, channels
+from odc.dispatch.route import Route
+from odc.errors import AbandonedMinibatchError
 
 
 def summed(model: Toy) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -88,3 +94,28 @@ def test_the_data_have_what_is_hard() -> None:
     assert any(not names & set(ENCODERS) for names in lacking)
     assert any("vision" in names and "audio" not in names for names in lacking)
     assert isinstance(batches[0], Batch)
+
+
+@on_ranks(2)
+def test_a_rank_that_gives_a_minibatch_up_makes_its_moves_with_zeros(rank: int, world: int) -> None:
+    model: Any = torch.nn.Linear(2, 1, bias=False)
+    odc.fully_shard(model)
+    route = Route.of(Rearrangement.to([1, 1], [1, 0]), {"rows": [3, 3]}, rank)
+    with exchange_of("on_demand", rank, world, ["data", f"data{BACK}"]) as exchange:
+
+        def move(step: int, channel: str, by: Route, rows: torch.Tensor) -> torch.Tensor:
+            return exchange.move(step, channel, by, {"rows": rows})["rows"]
+
+        for step, given_up in ((1, True), (2, False)):
+            lost = pytest.raises(AbandonedMinibatchError, match="rank 1.*unreadable")
+            with lost if given_up else contextlib.nullcontext(), model.minibatch():
+                fails = given_up and rank == 1
+                if fails:
+                    model.abandon_minibatch("unreadable")
+                arrived = move(step, "data", route, torch.full((3, 2), 0.0 if fails else 1.0 + rank)).requires_grad_()
+                if not fails:
+                    model(arrived).sum().backward()
+                gradient = torch.zeros_like(arrived) if arrived.grad is None else arrived.grad
+                move(step, f"data{BACK}", route.inverse, gradient)
+            gradient = model.weight.grad
+            assert gradient is None if given_up else gradient.full_tensor().tolist() == [[4.5, 4.5]]

@@ -40,9 +40,9 @@ def refused(rank: int, kind: str, route: Route, tensors: dict[str, torch.Tensor]
     assert message in str(error.value), f"rank {rank} raised {error.value}"
 
 
-def brings_too_few(rank: int, world: int, kind: str) -> None:
-    tensors = {"rows": torch.zeros(3 - rank, 2)}
-    refused(rank, kind, swapped(rank), tensors, "rank 1 brings 2 rows of field 'rows', but the plan has 3 there")
+def brings(rank: int, world: int, kind: str, of_rank_1: Any, message: str) -> None:
+    tensors = {"rows": of_rank_1 if rank else torch.zeros(3, 2)}
+    refused(rank, kind, swapped(rank), tensors, f"rank 1 brings {message}")
 
 
 def plans_otherwise(rank: int, world: int, kind: str, of_rank_1: dict[str, Any]) -> None:
@@ -54,8 +54,16 @@ def plans_otherwise(rank: int, world: int, kind: str, of_rank_1: dict[str, Any])
 
 
 @pytest.mark.parametrize("kind", ["collective", "on_demand"])
-def test_a_step_is_refused_on_every_rank_with_the_culprit_named(kind: str) -> None:
-    with spawn_ranks(2, brings_too_few, kind) as ranks:
+@pytest.mark.parametrize(
+    ("of_rank_1", "message"),
+    [
+        (torch.zeros(2, 2), "2 rows of field 'rows', but the plan has 3 there"),
+        (None, "NoneType as field 'rows': pass zeros where there is no gradient"),
+    ],
+    ids=["too few", "no gradient"],
+)
+def test_a_step_is_refused_on_every_rank_with_the_culprit_named(kind: str, of_rank_1: Any, message: str) -> None:
+    with spawn_ranks(2, brings, kind, of_rank_1, message) as ranks:
         outcomes = ranks.wait()
     assert [(one.exit_code, one.error) for one in outcomes] == [(0, None)] * 2, outcomes[0].describe()
 
@@ -271,7 +279,7 @@ def loads(rank: int, world: int, kind: str) -> None:
 
     def records_of(batch: Any) -> Records:
         if rank == 1 and len(batch) == 2 and batch[0][0][1] == 11:  # the last
-            raise ValueError("an image cannot be read")
+            raise ValueError("an image cannot be read: \udcff.png")  # a file's name that is not UTF-8
         return of(batch)
 
     phases = [Phase(name, policy) for name, policy in zip(ENCODERS, POLICIES["full"], strict=False)]

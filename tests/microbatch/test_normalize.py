@@ -274,8 +274,26 @@ def test_sums_of_fractions_are_compared_as_rounded_ones() -> None:
         if announced[0] == 0.1:
             normalizer.finish([])
         else:
-            with pytest.raises(OdcError, match="but they trained on"):
+            with pytest.raises(OdcError, match=f"divided by {sum(announced):.15g} .* trained on {sum(found):.15g}"):
                 normalizer.finish([])
+
+
+@settings(max_examples=up_to(100))
+@given(st.lists(st.floats(1 / 64, 4.0, width=32), min_size=2, max_size=40), st.data())
+def test_sums_of_fp32_weights_are_compared_as_such(weights: list[float], data: st.DataObject) -> None:
+    """Announced as one sum of the minibatch, and trained on in microbatches."""
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(weights) - 1), min_size=1, max_size=8)))
+    everything = torch.tensor(weights)
+    normalizer = LossNormalizer(3)
+    total = normalizer.announce({"labels": float(everything.sum())})["labels"]
+    for part in everything.tensor_split(cuts):
+        normalizer.scaled(torch.ones(()), part.sum())
+    assert normalizer.finish([]).divisors["labels"] == pytest.approx(total, rel=1e-6)
+    normalizer.announce({"labels": total})
+    for part in everything.tensor_split(cuts)[1:]:
+        normalizer.scaled(torch.ones(()), part.sum())
+    with pytest.raises(OdcError, match="but they trained on"):
+        normalizer.finish([])
 
 
 def test_a_parameter_that_is_listed_twice_is_divided_once() -> None:

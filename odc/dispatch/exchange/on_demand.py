@@ -24,6 +24,7 @@ from odc.settings import Settings
 from odc.trace import FETCH, recorder
 
 _OF_HOST = "@host"  # added to a channel: what was gathered from the members with this index on all hosts
+_LANE = "plan"  # the planning thread's in the trace
 _HEAD = 8  # bytes for each destination: where its rows begin
 
 
@@ -34,8 +35,9 @@ class OnDemandExchange:
         store: of the job; `torch.distributed.TCPStore` for example.
         ranks: global ranks of the instances; `rank` is this one's.
         channels: every name that is moved or gathered under; a backward's is its forward's with ".back".
-        arena_bytes: room on each rank for rows that others have yet to copy, at least the bytes of one channel; with
-            all that a rank sends in one step no rank waits for room.
+        arena_bytes: room on each rank for what others have yet to copy, at least the bytes of one channel. With all
+            that a rank moves and gathers in one step no rank waits for room. With less than that, what a thread plans
+            ahead and what another one moves can wait for each other's room in a circle of ranks, up to the deadline.
         timeout_s: how long a wait may last without progress of the peer it waits for.
         name: unlike that of any other exchange of these ranks.
         hosts: its address, ports, secret_file and engine are for ranks on several hosts; see `odc.Settings`.
@@ -90,12 +92,12 @@ class OnDemandExchange:
         return found
 
     def _show_all(self, channel: str, step: int, values: Ints, readers: Sequence[int]) -> None:
-        raw = self._arena.put(channel, step, values.nbytes, readers)
+        raw = self._arena.put(channel, step, values.nbytes, readers, _LANE)
         raw.copy_(torch.from_numpy(np.ascontiguousarray(values, np.int64).view(np.uint8)))
         self._arena.show(channel)
 
     def _shown_by(self, channel: str, step: int, owner: int) -> Ints:
-        found = self._arena.get(channel, step, owner).raw.numpy().view(np.int64).copy()
+        found = self._arena.get(channel, step, owner, _LANE).raw.numpy().view(np.int64).copy()
         self._arena.done(channel, step, owner)
         return found
 

@@ -1,6 +1,6 @@
 """What all exchanges share: the `Exchange` protocol, and tensors as rows of bytes, whatever their dtype.
 
-A move is identified by its step and its channel's name, so ranks may come to their moves in different orders.
+A move is identified by its step and its channel's name. All ranks make the moves of a step in the same order.
 """
 
 from __future__ import annotations
@@ -106,6 +106,10 @@ def kinds_of(route: Route, tensors: Mapping[str, torch.Tensor], who: str) -> dic
     if set(tensors) != set(route.fields):
         raise PlanError(f"{who} brings fields {sorted(tensors)}; the plan moves {sorted(route.fields)}")
     for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise PlanError(
+                f"{who} brings {type(tensor).__name__} as field {name!r}: pass zeros where there is no gradient"
+            )
         if tensor.layout is not torch.strided or not tensor.ndim:
             raise UnsupportedError(f"{who}: field {name!r} must be a dense tensor [rows, ...], not {tensor.layout}")
         expected = len(route.fields[name].pack)

@@ -76,8 +76,8 @@ def read_source(source: Source, *, unreadable: Unreadable = "error") -> list[Raw
 
     A path is a folder of text files, a JSONL or Parquet file, a folder of Parquet files, one text file, or a folder
     written by `datasets.save_to_disk` (of several splits, `train`). `content_of` describes rows. Raises DataError
-    when there is nothing to read, for a malformed line or row or an unreadable file, naming it (unless `unreadable` is
-    "skip"), and without the package that reads it.
+    when there is nothing to read, for a malformed line or row or (unless `unreadable` is "skip") an unreadable file,
+    naming it, and without the package that reads it.
     """
     folder = source if isinstance(source, TextFolder) else None
     path = folder.path if folder else source
@@ -222,7 +222,7 @@ def texts_of(content: Content) -> Iterator[str]:
 
 def _pair(prompt: Any, completion: Any, where: str) -> PromptCompletion:
     if isinstance(prompt, str) and isinstance(completion, str):
-        return PromptCompletion(prompt, completion)
+        return PromptCompletion(_string(prompt, where, "prompt"), _string(completion, where, "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
         return PromptCompletion(_messages(prompt, where, "prompt"), _messages(completion, where, "completion"))
     kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
@@ -232,7 +232,17 @@ def _pair(prompt: Any, completion: Any, where: str) -> PromptCompletion:
 def _string(value: Any, where: str, column: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: {column!r} must be a string, not {type(value).__name__}")
-    return value
+    return _encodable(value, where, repr(column))
+
+
+def _encodable(text: str, where: str, what: str) -> str:
+    """JSON can escape half of a surrogate pair, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        lone = f"U+{ord(text[error.start]):04X} at character {error.start}"
+        raise DataError(f"{where}: {what} has half of a surrogate pair, {lone}, which UTF-8 cannot hold") from error
+    return text
 
 
 def _messages(values: Any, where: str, column: str) -> tuple[Message, ...]:
@@ -248,5 +258,6 @@ def _messages(values: Any, where: str, column: str) -> tuple[Message, ...]:
                 f"{where}: message {index} has {unread[0]!r}, which would not be trained: write it into 'content' as "
                 "the model's chat template does, or take it out"
             )
-        messages.append({"role": str(pair[0]), "content": str(pair[1])})
+        role, content = (_encodable(str(value), where, f"message {index}") for value in pair)
+        messages.append({"role": role, "content": content})
     return tuple(messages)

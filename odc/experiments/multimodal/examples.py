@@ -126,8 +126,12 @@ def read_examples(path: Path, geometry: TowerGeometry, *, max_tokens: int) -> li
     """
     if not path.is_file():
         raise DataError(f"there is no file {path}")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8") from error
     examples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         name = f"{path.name}:{number}"

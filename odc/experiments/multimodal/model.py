@@ -16,6 +16,11 @@ from odc.experiments.data.bpe import ByteTokenizer
 from odc.experiments.multimodal.towers import AudioTower, LanguageModel, VisionTower
 
 _PARTS = ("vision_config", "audio_config", "text_config")
+#: What FLOPs are counted by (`phase_costs`), also where transformers has a default.
+_COUNTED = {
+    "vision_config": ("embed_dim", "depth", "mlp_ratio"),
+    "audio_config": ("d_model", "encoder_layers", "encoder_ffn_dim"),
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def load_config(source: str) -> ModelConfig:
         raise ConfigError(f"model: {path} lacks {', '.join(missing)}")
     try:
         config = ModelConfig(fields)
-        _ = config.geometry
+        _ = config.geometry, [fields[part][name] for part, names in _COUNTED.items() for name in names]
     except KeyError as error:
         raise ConfigError(f"model: {path} lacks {error}") from error
     if fields["vision_config"].get("temporal_patch_size") != 1:

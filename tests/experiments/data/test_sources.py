@@ -93,6 +93,11 @@ def test_jsonl_of_text_and_messages(tmp_path: Path):
             "message 0 has 'tool_calls', which would not be trained",
         ),
         ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "both strings"),
+        (r'{"text": "broken \ud83d here"}', r"line 2: 'text' has half of a surrogate pair, U\+D83D at character 7"),
+        (r'{"prompt": "\udc00", "completion": "a"}', r"line 2: 'prompt' has half .* U\+DC00 at character 0"),
+        (r'{"prompt": "a", "completion": "\udc00"}', "line 2: 'completion' has half"),
+        (r'{"messages": [{"role": "user", "content": "\ud83d"}]}', "line 2: message 0 has half"),
+        (r'{"prompt": [], "completion": [{"role": "\ud83d", "content": ""}]}', "line 2: message 0 has half"),
     ],
 )
 def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str):
@@ -100,6 +105,11 @@ def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str):
     path.write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(DataError, match=message):
         read_source(path)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path):
+    (tmp_path / "data.jsonl").write_text(r'{"text": "\ud83d\ude00"}')
+    assert read_source(tmp_path / "data.jsonl") == [RawDocument("data.jsonl:1", "\N{GRINNING FACE}")]
 
 
 def test_prompts_and_completions(tmp_path: Path):

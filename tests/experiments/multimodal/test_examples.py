@@ -116,6 +116,7 @@ REFUSED = [
     (lambda f: [clip(f, 3.0)], "at most 2.0 s"),
     (lambda f: "x" * 600, "over the cap"),
     (lambda f: 7, "not an example"),
+    (lambda f: "half a pair \ud83d", "not an example: UnicodeEncodeError"),
 ]
 
 
@@ -129,6 +130,12 @@ def test_bad_examples_are_refused_by_line(tmp_path: Path, content: Any, message:
 def test_an_example_without_an_answer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
     with pytest.raises(DataError, match="nothing|assistant"):
+        read_examples(tmp_path / "data.jsonl", GEOMETRY, max_tokens=500)
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_bytes(b'{"messages": "caf\xe9"}')
+    with pytest.raises(DataError, match=r"data\.jsonl is not UTF-8"):
         read_examples(tmp_path / "data.jsonl", GEOMETRY, max_tokens=500)
 
 

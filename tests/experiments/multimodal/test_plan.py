@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from support.tiny_multimodal import CONFIG
 from torch.utils.flop_counter import FlopCounterMode
 
+from odc.errors import ConfigError, OdcError
 from odc.experiments.multimodal.model import build_towers, load_config
 from odc.experiments.multimodal.plan import phase_costs
 
@@ -47,3 +51,23 @@ def test_language_model_counts_as_in_odc_balance() -> None:
 def test_shipped_config() -> None:
     costs = phase_costs(load_config("mm-demo"))
     assert all(cost.a > 0 and cost.b > 0 for cost in costs.values())
+
+
+def test_a_config_that_lacks_a_key_is_refused_by_name_or_counted(tmp_path: Path) -> None:
+    """Also one for which transformers has a default."""
+    path, fields = tmp_path / "model.json", json.dumps(dict(load_config("mm-demo").fields))
+    refused = dict[str, str]()
+    for part in ("vision_config", "audio_config", "text_config"):
+        for key in json.loads(fields)[part]:
+            lacking = json.loads(fields)
+            del lacking[part][key]
+            path.write_text(json.dumps(lacking))
+            try:
+                config = load_config(str(path))
+            except ConfigError as error:
+                refused[key] = str(error)
+            else:
+                with contextlib.suppress(OdcError):
+                    phase_costs(config)
+    for key in ("mlp_ratio", "depth", "embed_dim", "d_model", "encoder_layers", "encoder_ffn_dim", "hidden_size"):
+        assert refused.get(key) == f"model: {path} lacks '{key}'", key
