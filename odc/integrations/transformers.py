@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from odc.balance import longest_piece
 from odc.blocks import blocks_of
 from odc.errors import ConfigError, install
 from odc.fsdp import OdcModule, fully_shard
@@ -255,7 +256,7 @@ class OdcTrainer(RecoveringTrainer):
             with torch.random.fork_rng([]):  # a collator may draw
                 row_of(stock.collate_fn([stock.dataset[longest]]), lengths[longest])
             keep = not args.gradient_checkpointing  # a recompute puts keys and values once more
-            most = min(self._max_tokens, -(-max(lengths) // 2) + 1)  # in zig-zag pieces of two slices, both rounded up
+            most = min(self._max_tokens, longest_piece(max(lengths)))
             self._splitter = Splitter(self.model, max(lengths), piece_tokens=most, keep=keep, node=node)
         return planned_loader(stock, steps)
 
