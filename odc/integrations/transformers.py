@@ -56,6 +56,7 @@ from odc.integrations.transformers_vllm import serve_from_shards, serves, withou
 from odc.recovery import Recovery
 from odc.settings import Settings
 from odc.split import Splitter, ranks_of_host
+from odc.split.cut import NO_LABEL
 
 try:
     import accelerate  # noqa: F401  (a Trainer needs it)
@@ -265,7 +266,7 @@ class OdcTrainer(RecoveringTrainer):
         if self._max_tokens is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         steps = [step for _, step in zip(range(num_batches), epoch_iterator, strict=False)]
-        none = {"labels": torch.full((1, 2), -100)}  # the count is a collective, also for a rank without samples
+        none = {"labels": torch.full((1, 2), NO_LABEL)}  # the count is a collective, also for a rank without samples
         counted = [batch for step in steps for batch in step.counted(self.args.process_index)]
         if any("labels" not in batch for batch in counted):
             raise ConfigError("odc cannot apply max_tokens to batches without labels: a loss is divided by their count")
