@@ -16,7 +16,7 @@ from odc.balance.partition import partition
 from odc.balance.plan import Plan
 from odc.balance.planners import lb_dynamic, lb_micro, lb_mini, local_sort, queue_of
 from odc.balance.policies import POLICIES, policy_named
-from odc.balance.slices import SplitSample, most_pieces
+from odc.balance.slices import SplitSample, longest_in_pieces, longest_piece, most_pieces
 
 __all__ = [
     "POLICIES",
@@ -34,6 +34,8 @@ __all__ = [
     "lb_split",
     "linear_cost",
     "local_sort",
+    "longest_in_pieces",
+    "longest_piece",
     "lower_bound",
     "most_pieces",
     "partition",

@@ -230,7 +230,7 @@ class _Search:
             sample = self.inputs.groups[at][0]
             length, cost = self.inputs.lengths[sample], self.inputs.costs[sample]
             if sample not in self.fits:
-                least = 2 if length > self.cap else max(2, self.floor)
+                least = 1 if length > self.cap else max(2, self.floor)
                 sizes = [size for size in self.blocks if length >= least * size]
                 self.fits[sample] = [size for size in sizes if max(self._cut(sample, size).tokens) <= self.cap]
             fits = self.fits[sample]

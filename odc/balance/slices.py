@@ -79,15 +79,27 @@ def most_pieces(ranks: int) -> int:
     return 1 << (ranks.bit_length() - 1)
 
 
+def longest_in_pieces(max_tokens: int, pieces: int) -> int:
+    """Tokens of the longest sample that so many zig-zag pieces of up to `max_tokens`, 2 or more, hold."""
+    return max_tokens * pieces
+
+
+def longest_piece(length: int) -> int:
+    """Tokens of the longest zig-zag piece of a sample of up to `length` tokens: there are two pieces or more."""
+    return -(-length // 2)
+
+
 def zigzag(length: int, pieces: int) -> list[Slices]:
     """Slices i and 2P - 1 - i of 2P equal ones: every piece costs the same, whatever attention costs next to the rest.
 
-    The two slices in the middle of the sample are neighbours, so the last piece is one slice.
+    A piece has length / P tokens, rounded up or down. The two slices in the middle of the sample are neighbours, so the
+    last piece is one slice; so is one of a single token. A sample needs as many tokens as pieces.
     """
-    edge = [length * i // (2 * pieces) for i in range(2 * pieces + 1)]
-    pairs = [[(edge[i], edge[i + 1]), (edge[-2 - i], edge[-1 - i])] for i in range(pieces)]
-    pairs[-1] = [(edge[pieces - 1], edge[pieces + 1])]
-    return pairs
+    first = [length * i // (2 * pieces) for i in range(pieces + 1)]
+    second = [length - (length * i // pieces - first[i]) for i in range(pieces + 1)]
+    pairs = [[(first[i], first[i + 1]), (second[i + 1], second[i])] for i in range(pieces)]
+    pairs[-1] = [(first[-2], second[-2])]
+    return [[one for one in pair if one[0] < one[1]] for pair in pairs]
 
 
 def contiguous(length: int, pieces: int, cost: Cost) -> list[Slices]:

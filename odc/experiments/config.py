@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from odc.arms import ARM_NAMES, ArmName, arm_named
-from odc.balance import most_pieces
+from odc.balance import longest_in_pieces, most_pieces
 from odc.errors import ConfigError
 from odc.settings import Accumulate, OptimizerSharding, Settings
 
@@ -183,8 +183,7 @@ class JobConfig:
         """Most tokens of a document: under an arm that splits, those of as many largest pieces as ranks can hold."""
         if not arm_named(self.arm).splits or self.long != "error":
             return self.max_tokens
-        pieces = most_pieces(self.ranks)
-        return max(self.max_tokens, pieces * (self.max_tokens - 2))  # the slices of a piece are rounded up
+        return longest_in_pieces(self.max_tokens, most_pieces(self.ranks))
 
     @property
     def piece_floor(self) -> int:
@@ -294,10 +293,11 @@ class GrpoConfig:
             raise ConfigError(f"minibatches ({self.minibatches}) must not be more than prompts ({self.prompts})")
         if self.balance == "verl" and self.arm == "odc-split":
             raise ConfigError("balance verl splits no sample; take another arm than odc-split")
-        if self.arm != "odc-split" and self.max_tokens < self.longest:
+        pieces = most_pieces(self.ranks) if self.arm == "odc-split" else 1
+        if self.longest > longest_in_pieces(self.max_tokens, pieces):
             raise ConfigError(
-                f"max_tokens ({self.max_tokens}) must hold a prompt and a response "
-                f"({self.prompt_tokens} + {self.response_tokens} tokens)"
+                f"max_tokens ({self.max_tokens}{f' in each of {pieces} pieces' if pieces > 1 else ''}) must hold a "
+                f"prompt and a response ({self.prompt_tokens} + {self.response_tokens} tokens)"
             )
         if self.rollout == "vllm" and not self.on_demand:
             raise ConfigError(f"rollout vllm reads the weights of odc's ranks: take an arm of odc, not {self.arm}")
@@ -305,7 +305,8 @@ class GrpoConfig:
             raise ConfigError("save_every needs a folder for checkpoints (--folder)")
         if self.recover and self.arm not in ("odc", "odc-equal"):
             raise ConfigError(f"recover is for arms odc and odc-equal, not {self.arm}")
-        if self.balance == "verl" and self.group * (self.prompts // self.minibatches) % self.ranks:
+        sizes = {self.prompts // self.minibatches, -(-self.prompts // self.minibatches)}
+        if self.balance == "verl" and any(self.group * prompts % self.ranks for prompts in sizes):
             raise ConfigError("balance verl needs minibatches whose samples divide by the ranks")
 
     @property

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from odc.balance import longest_piece
 from odc.blocks import blocks_of
 from odc.errors import ConfigError, install
 from odc.fsdp import OdcModule, fully_shard
@@ -55,6 +56,7 @@ from odc.integrations.transformers_vllm import serve_from_shards, serves, withou
 from odc.recovery import Recovery
 from odc.settings import Settings
 from odc.split import Splitter, ranks_of_host
+from odc.split.cut import NO_LABEL
 
 try:
     import accelerate  # noqa: F401  (a Trainer needs it)
@@ -255,7 +257,7 @@ class OdcTrainer(RecoveringTrainer):
             with torch.random.fork_rng([]):  # a collator may draw
                 row_of(stock.collate_fn([stock.dataset[longest]]), lengths[longest])
             keep = not args.gradient_checkpointing  # a recompute puts keys and values once more
-            most = min(self._max_tokens, -(-max(lengths) // 2) + 1)  # in zig-zag pieces of two slices, both rounded up
+            most = min(self._max_tokens, longest_piece(max(lengths)))
             self._splitter = Splitter(self.model, max(lengths), piece_tokens=most, keep=keep, node=node)
         return planned_loader(stock, steps)
 
@@ -264,7 +266,7 @@ class OdcTrainer(RecoveringTrainer):
         if self._max_tokens is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         steps = [step for _, step in zip(range(num_batches), epoch_iterator, strict=False)]
-        none = {"labels": torch.full((1, 2), -100)}  # the count is a collective, also for a rank without samples
+        none = {"labels": torch.full((1, 2), NO_LABEL)}  # the count is a collective, also for a rank without samples
         counted = [batch for step in steps for batch in step.counted(self.args.process_index)]
         if any("labels" not in batch for batch in counted):
             raise ConfigError("odc cannot apply max_tokens to batches without labels: a loss is divided by their count")

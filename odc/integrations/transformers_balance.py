@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from odc.balance import Plan, cost_of, lb_mini, lb_split, linear_cost, most_pieces
+from odc.balance import Plan, cost_of, lb_mini, lb_split, linear_cost, longest_in_pieces, most_pieces
 from odc.balance.cost import Cost
 from odc.errors import ConfigError
 from odc.integrations.transformers_pieces import SplitSamples
@@ -82,7 +82,7 @@ class PlannedSteps(Sampler[list[Any]]):
         self._epoch, self._node = epoch, split
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         pieces = 1 if split is None else most_pieces(split)
-        if lengths[longest] > max_tokens * pieces:
+        if lengths[longest] > longest_in_pieces(max_tokens, pieces):
             more = f" on each of {pieces} ranks" if pieces > 1 else ""
             raise ConfigError(
                 f"sample {longest} has {lengths[longest]} tokens, more than max_tokens={max_tokens}{more}"

@@ -11,6 +11,7 @@ from odc.balance import Plan
 from odc.errors import ConfigError
 from odc.integrations.transformers_loss import has_own_loss, wants_router_loss
 from odc.split import SamplePiece
+from odc.split.cut import NO_LABEL
 
 _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # Rates in configurations of transformers; those of heads for other tasks are there without one.
@@ -140,4 +141,4 @@ def arguments_of(piece: SamplePiece, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _later(targets: Tensor) -> Tensor:
-    return torch.cat([targets.new_full((1,), -100), targets[:-1]])
+    return torch.cat([targets.new_full((1,), NO_LABEL), targets[:-1]])

@@ -55,4 +55,5 @@ def _error(right: Alone, attention: str, positions: bool) -> float:
         logits: Tensor = model(**given, use_cache=False).logits[0]
         for own, document in zip(logits.split(LENGTHS), right.documents, strict=True):
             cross_entropy(own[:-1], document[1:], reduction="sum").backward(retain_graph=True)
-    return max(apart(logits.detach(), right.output), apart(gradient_of(model), right.gradient))
+    errors = apart(logits.detach(), right.output), apart(gradient_of(model), right.gradient)
+    return float(torch.tensor(errors).max())  # NaN where one of them is

@@ -132,11 +132,12 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: flo
     if _torch_private.has_flash(query):
         return _torch_private.flash(query, key, value, causal, scale)
     outs, weights = [], []
-    for first in range(0, query.shape[2], _ROWS):
-        scores = _scores(query[:, :, first : first + _ROWS], key, causal, first, scale)
-        weights.append(scores.logsumexp(-1))
-        weighted = (scores - weights[-1][..., None]).exp() @ value.to(scores.dtype)[:, :, None]
-        outs.append(weighted.flatten(1, 2))
+    with torch.autocast(query.device.type, enabled=False):  # it would round the scores to half precision
+        for first in range(0, query.shape[2], _ROWS):
+            scores = _scores(query[:, :, first : first + _ROWS], key, causal, first, scale)
+            weights.append(scores.logsumexp(-1))
+            weighted = (scores - weights[-1][..., None]).exp() @ value.to(scores.dtype)[:, :, None]
+            outs.append(weighted.flatten(1, 2))
     lse = torch.cat([weight.flatten(1, 2) for weight in weights], 2)
     return torch.cat(outs, 2).to(query.dtype), lse, ()
 
@@ -156,14 +157,15 @@ def _backward(
         return _torch_private.flash_backward(grad, query, key, value, out, lse, rest, causal, scale)
     groups, exact = key.shape[1], lse.dtype
     dqs, dk, dv = [], torch.zeros_like(key, dtype=exact), torch.zeros_like(value, dtype=exact)
-    for first in range(0, query.shape[2], _ROWS):
-        rows = slice(first, first + _ROWS)
-        g, q, o, weight = (t[:, :, rows].to(exact).unflatten(1, (groups, -1)) for t in (grad, query, out, lse))
-        chance = (_scores(query[:, :, rows], key, causal, first, scale) - weight[..., None]).exp()
-        dv += (chance.mT @ g).sum(2)
-        dscores = chance * (g @ value.to(exact)[:, :, None].mT - (g * o).sum(-1, keepdim=True)) * scale
-        dk += (dscores.mT @ q).sum(2)
-        dqs.append((dscores @ key.to(exact)[:, :, None]).flatten(1, 2))
+    with torch.autocast(query.device.type, enabled=False):
+        for first in range(0, query.shape[2], _ROWS):
+            rows = slice(first, first + _ROWS)
+            g, q, o, weight = (t[:, :, rows].to(exact).unflatten(1, (groups, -1)) for t in (grad, query, out, lse))
+            chance = (_scores(query[:, :, rows], key, causal, first, scale) - weight[..., None]).exp()
+            dv += (chance.mT @ g).sum(2)
+            dscores = chance * (g @ value.to(exact)[:, :, None].mT - (g * o).sum(-1, keepdim=True)) * scale
+            dk += (dscores.mT @ q).sum(2)
+            dqs.append((dscores @ key.to(exact)[:, :, None]).flatten(1, 2))
     return torch.cat(dqs, 2), dk, dv
 
 

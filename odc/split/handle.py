@@ -1,6 +1,7 @@
-"""What a model passes to its layers as `odc_piece`, and a guard over the positions of the piece.
+"""What a model passes to its layers as `odc_piece`, and a guard over the positions of the piece and its forwards.
 
-A model that was not given a piece's positions would count them from 0, and nothing would fail.
+A model that was not given a piece's positions would count them from 0, and nothing would fail. One that ran a piece
+again would wait for keys that no rank puts twice, or attend to those of other weights.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from odc.errors import UnsupportedError
-from odc.split._torch_private import without_dynamo
+from odc.errors import OdcError, UnsupportedError
+from odc.split._torch_private import is_in_backward, without_dynamo
 
 _guarded = "_odc_guards_positions"
 
@@ -24,23 +25,53 @@ class Attends(Protocol):
         ...
 
 
+class OneForward:
+    """Whether a piece of a split sample, of so many handles, has run forward.
+
+    Args:
+        sample: index of the sample.
+    """
+
+    def __init__(self, sample: int) -> None:
+        self._sample = sample
+        self._begun: set[nn.Module] = set()
+
+    def begin(self, module: nn.Module) -> None:
+        """A model, or a model in it, begins to run the piece. OdcError if it did before; a recompute may."""
+        if module in self._begun and not is_in_backward():
+            raise OdcError(
+                f"{type(module).__name__} was called again with a piece of sample {self._sample}, whose keys and "
+                "values of its first forward other ranks have: a piece runs forward once. After a forward that failed "
+                "call model.abandon_minibatch(reason); run another forward, such as that of a reference policy, with "
+                "the whole sample, outside of the loop over pieces"
+            )
+        self._begun.add(module)
+
+
 class PieceHandle:
     """What a model passes to its layers as `odc_piece`.
 
     A piece is a dataclass, which FSDP copies where it casts a module's arguments (`cast_forward_inputs`); this is none.
 
-    Attributes:
+    Args:
+        piece: attends for the layers.
         positions: of the piece's tokens in the sample, int64 [1, tokens of the piece].
+        forward: of the piece, which runs once; None where it may run again.
+
+    Attributes:
         vouched: the model was given these positions.
     """
 
-    def __init__(self, piece: Attends, positions: Tensor) -> None:
+    def __init__(self, piece: Attends, positions: Tensor, forward: OneForward | None = None) -> None:
         self.attend = piece.attend
-        self.positions, self.vouched = positions, False
+        self.positions, self.forward, self.vouched = positions, forward, False
 
 
 def guard(model: nn.Module) -> None:
-    """Let `model`, and each model of transformers in it, refuse a piece without its `position_ids`. Idempotent."""
+    """Let `model`, and each model of transformers in it, refuse a piece without its `position_ids`, or a second time.
+
+    Idempotent.
+    """
     for module in model.modules():
         if module is not model and not hasattr(module, "get_input_embeddings"):
             continue
@@ -69,6 +100,8 @@ def _check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             f"{type(module).__name__} was called with a piece of a split sample and other position_ids than the "
             "piece's: pass those of SamplePiece.of(...).inputs as they are"
         )
+    if handle.forward is not None:
+        handle.forward.begin(module)
     handle.vouched = True
 
 

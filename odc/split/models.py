@@ -12,6 +12,7 @@ from odc.errors import UnsupportedError
 from odc.split.attention import attend
 
 _PREFIX = "odc_split_"
+_MARK = "_odc_splits"
 #: Keywords that models hand down to every layer, and that attention does not depend on.
 HARMLESS = frozenset(
     {
@@ -69,19 +70,31 @@ def hook(model: nn.Module) -> dict[str, Any]:
         reasons.append(f"its attention {name!r} is not registered with transformers' AttentionInterface")
     if reasons:
         raise UnsupportedError(f"samples of {type(model).__name__} cannot be split: {'; '.join(reasons)}")
-    if not name.startswith(_PREFIX):
-        whole = AttentionInterface()[name]
-        AttentionInterface.register(_PREFIX + name, _split_or(whole))
-        AttentionMaskInterface.register(_PREFIX + name, AttentionMaskInterface()[name])
-        model.set_attn_implementation(_PREFIX + name)  # type: ignore[operator]
-        if config._attn_implementation != _PREFIX + name:
-            raise UnsupportedError(
-                f"samples of {type(model).__name__} cannot be split: it does not hand its attention to transformers' "
-                "AttentionInterface"
-            )
+    _hand_over(model, name)
     # A mask of four dimensions is handed to the layers as it is: none is built, which for the positions of a zig-zag
     # piece would take their jumps for borders between packed samples.
     return {"use_cache": False, "attention_mask": torch.empty(1, 1, 0, 0, dtype=torch.bool)}
+
+
+def _hand_over(model: nn.Module, name: str) -> None:
+    """Give the model's layers the attention of pieces; `name` is that of their attention, which is registered."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    whole: Any = AttentionInterface()[name]
+    if hasattr(whole, _MARK):
+        return
+    if "flash" in name or "/" in name:
+        # transformers imports a library or a kernel of this name, and models compare it: it cannot be another one.
+        AttentionInterface.register(name, _split_or(whole))
+        return
+    AttentionInterface.register(_PREFIX + name, _split_or(whole))
+    AttentionMaskInterface.register(_PREFIX + name, AttentionMaskInterface()[name])
+    model.set_attn_implementation(_PREFIX + name)  # type: ignore[operator]
+    if model.config._attn_implementation != _PREFIX + name:  # type: ignore[union-attr]
+        raise UnsupportedError(
+            f"samples of {type(model).__name__} cannot be split: it does not hand its attention to transformers' "
+            "AttentionInterface"
+        )
 
 
 def _split_or(whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,6 +114,7 @@ def _split_or(whole: Callable[..., Any]) -> Callable[..., Any]:
             return whole(module, query, key, value, attention_mask, *given, **options)
         return _attend(module, query, key, value, attention_mask, odc_piece, **options), None
 
+    setattr(attention, _MARK, True)
     return attention
 
 

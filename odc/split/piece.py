@@ -14,7 +14,7 @@ from odc.errors import OdcError, UnsupportedError
 from odc.split.attention import Merged, Parts, attend_blocks, attend_blocks_backward
 from odc.split.cut import Cut, targets_of
 from odc.split.exchange import PieceExchange, mark_of
-from odc.split.handle import PieceHandle
+from odc.split.handle import OneForward, PieceHandle
 
 
 class _Seen(dict[int, Tensor]):
@@ -63,12 +63,14 @@ class SamplePiece:
     layers: int
     extra: dict[str, Any]
     cut: Cut = field(init=False)
+    _forward: OneForward = field(init=False)
     _calls: dict[int, int] = field(default_factory=dict)
     _settled: set[int] = field(default_factory=set)
     _frozen: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.cut = Cut(self.split.slices)
+        self._forward = OneForward(self.split.sample)
 
     @property
     def sample(self) -> int:
@@ -97,7 +99,7 @@ class SamplePiece:
             targets = targets_of(tokens if labels is None else labels)
         positions = self.cut.positions(self.place, tokens.device)[None]
         inputs = {"input_ids": self.cut.take(self.place, tokens)[None], "position_ids": positions}
-        handle = PieceHandle(self, positions)
+        handle = PieceHandle(self, positions, self._forward)
         return PieceInputs({**inputs, **self.extra, "odc_piece": handle}, self.cut.take(self.place, targets))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float, window: int | None) -> Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc.balance.plan import Plan
+from odc.balance.slices import longest_piece
 from odc.errors import OdcError, PlanError, UnsupportedError
 from odc.fsdp import default_store
 from odc.split import models
@@ -47,7 +48,7 @@ class Splitter:
         model: a causal language model of transformers, sharded or not; or one of your own that calls
             `odc.split.attend` and passes `odc_piece` to its layers.
         longest: tokens of the longest sample that will be split.
-        piece_tokens: tokens of the longest piece; half of `longest` unless given.
+        piece_tokens: tokens of the longest piece; half of `longest`, rounded up, unless given.
         layers: attention layers; only needed for a model of your own.
         keep: keys and values of all layers lie in memory until backward. False keeps those of two layers, and puts
             them again when a checkpointed layer is recomputed.
@@ -87,7 +88,7 @@ class Splitter:
                 raise UnsupportedError("a model that is not one of transformers needs `layers`, its attention layers")
             layers = models.layers_of(model)
         self._layers, self._longest = layers, longest
-        self._piece_tokens = piece_tokens or -(-longest // 2) + 1
+        self._piece_tokens = piece_tokens or longest_piece(longest)
         self._ranks = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
         self._rank = dist.get_rank() if rank is None else rank
         self._me = self._ranks.index(self._rank)

@@ -17,6 +17,8 @@ from odc.balance import (
     lb_mini,
     lb_split,
     linear_cost,
+    longest_in_pieces,
+    longest_piece,
     most_pieces,
     quadratic,
 )
@@ -89,6 +91,24 @@ def test_a_host_holds_as_many_pieces_as_its_largest_aligned_block_has_ranks():
     for node in range(1, 10):
         plan = lb_split([64, 1, 1], node, 64, quadratic(0, 1), floor=1)
         assert max((len(split.ranks) for split in plan.splits), default=1) == most_pieces(node)
+
+
+@given(st.integers(2, 40), st.sampled_from([1, 3, 4, 7, 8]), st.sampled_from([None, 1, 2, 4]), COSTS, st.data())
+def test_all_that_the_pieces_can_hold_is_planned_and_nothing_more(cap, ranks, node, cost, data):
+    """Down to the last token: what checks a length before a job must neither pass nor refuse another one."""
+    longest = longest_in_pieces(cap, most_pieces(min(node or ranks, ranks)))
+    longs = st.lists(st.integers(max(1, longest - 9), longest), min_size=1, max_size=4)
+    lengths = [*data.draw(longs), *data.draw(st.lists(st.integers(1, cap)))]
+    plan = lb_split(lengths, ranks, cap, cost, node=node)
+    plan.validate(len(lengths))
+    assert all(max(split.tokens) <= min(cap, longest_piece(split.length)) for split in plan.splits)
+    with pytest.raises(PlanError, match="does it fit into the cap"):
+        lb_split([longest + 1, *lengths], ranks, cap, cost, node=node)
+
+
+def test_a_sample_that_fills_its_pieces_to_the_last_tokens():
+    plan = lb_split([4003, *[5] * 8], 4, 1001, quadratic(10000, 1))
+    assert sorted(plan.splits[0].tokens) == [1000, 1001, 1001, 1001]
 
 
 def follows_the_rules(plan: Plan, lengths: list[int], caps: list[int], options: dict) -> None:
@@ -205,7 +225,9 @@ def test_a_plan_with_bad_pieces_is_refused(change, message):
 
 @given(st.integers(2, 500), st.sampled_from([2, 4, 8]), COSTS)
 def test_cuts_cover_every_token_once_and_cost_alike(length, pieces, cost):
-    length = max(length, 2 * pieces)
+    length = max(length, pieces)
+    split = SplitSample(0, list(range(pieces)), zigzag(length, pieces), [0.0] * pieces)
+    assert set(split.tokens) <= {length // pieces, -(-length // pieces)}
     for slices in (zigzag(length, pieces), contiguous(length, pieces, cost)):
         SplitSample(0, list(range(pieces)), slices, [0.0] * pieces).validate(pieces)
         costs = costs_of(slices, cost)

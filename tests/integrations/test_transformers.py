@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -368,3 +369,17 @@ def joined(rank: int, world: int, folder: Path, kind: str, positions: bool) -> s
 )
 def test_samples_that_a_collator_joins_stay_apart(ranks, tmp_path, kind: str, positions: bool, message: str) -> None:
     assert message in ranks(2).run(joined, tmp_path, kind, positions)[0]
+
+
+def test_gradients_of_a_row_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+
+    from odc.integrations import transformers_rows
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, vocab_size=64, pad_token_id=None))
+    loader = SimpleNamespace(dataset=samples(), collate_fn=DataCollatorWithFlattening(return_position_ids=True))
+    transformers_rows.refuse_mixed_rows(net, loader)
+    monkeypatch.setattr(transformers_rows, "gradient_of", lambda model: torch.tensor([float("nan")]))
+    with pytest.raises(ConfigError, match="output or gradients are off by nan"):
+        transformers_rows.refuse_mixed_rows(net, loader)

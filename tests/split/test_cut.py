@@ -66,6 +66,24 @@ def test_where_torch_has_no_flash_attention(monkeypatch, window):
     assert largest_error(Cut(zigzag(41, 2)), window, torch.float32) <= 1e-5
 
 
+def test_without_flash_attention_autocast_changes_nothing(monkeypatch):
+    """Scores, their log-sum-exp and gradients are in fp32 at least, whatever the dtype of the queries."""
+    monkeypatch.setattr(_torch_private, "has_flash", lambda query: False)
+    cut, draw = Cut(zigzag(41, 2)), torch.Generator().manual_seed(0)
+    query, kv = (torch.randn(*shape, 20, WIDTH, generator=draw).bfloat16() for shape in ((1, HEADS), (2, GROUPS)))
+    blocks = [block for block in cut.blocks(0, None) if block.owner == 0]
+
+    def run():
+        dq = torch.zeros_like(query, dtype=torch.float32)
+        merged = attention.attend_blocks(query, {0: kv}, blocks, SCALE)
+        return [*merged[:2], attention.attend_blocks_backward(query, query, {0: kv}, blocks, merged, SCALE, dq)[0], dq]
+
+    expected = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_on_a_gpu_flash_attention_gets_and_gives_what_is_expected(monkeypatch):
     """By shapes and dtypes alone (`meta`): nothing is computed, and nothing has run on a GPU."""
     monkeypatch.setattr(_torch_private, "has_flash", lambda query: True)

@@ -7,7 +7,18 @@ from typing import Any
 import pytest
 import torch
 from support.on_ranks import on_ranks
-from support.split_jobs import LONGEST, Minibatch, apart, loss_of, losses_whole, model_of, step_of, tokens_of
+from support.split_jobs import (
+    LAYERS,
+    LONGEST,
+    Minibatch,
+    apart,
+    loss_of,
+    losses_whole,
+    model_of,
+    stand_in_for,
+    step_of,
+    tokens_of,
+)
 
 from odc.split import SamplePiece, Splitter
 
@@ -67,6 +78,24 @@ MORE = [pytest.param(kind, marks=pytest.mark.thorough) for kind in ("qwen3", "mi
 @pytest.mark.parametrize(("checkpoint", "keep"), [(True, True), (True, False)])
 def test_fp32(ranks: Any, name: str, kind: str, checkpoint: bool, keep: bool) -> None:
     ranks(2).run(exact, name, kind, "float32", checkpoint, keep)
+
+
+@on_ranks(2)
+def test_flash_attention(rank: int, world: int, name: str) -> None:
+    """Something else stands in for the library: whole samples run in it, and pieces as with any other attention."""
+    model, like = model_of("qwen2", torch.float64), model_of("qwen2", torch.float64)
+    with stand_in_for("flash_attention_2", model) as asked:
+        splitter = Splitter(model, LONGEST, piece_tokens=100, timeout_s=120.0, name=name)
+        splitter.prepare()
+        asked.clear()
+        for minibatch in TWO:
+            model.zero_grad()
+            loss = step_of(model, splitter, minibatch, rank, world)
+            gradients, losses = apart(model, minibatch, like, loss)
+            assert max(gradients, losses) <= LIMITS["float64"], f"gradients {gradients:.1e}, loss {losses:.1e}"
+        mine = sum(owner == rank for minibatch in TWO for _, owner in minibatch.whole)
+        assert len(asked) == mine * LAYERS, "whole samples alone reach it"
+    splitter.close()
 
 
 @on_ranks(2)

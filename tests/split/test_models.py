@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.split_jobs import KINDS, OwnModel, model_of, tokens_of
+from support.split_jobs import KINDS, OwnModel, model_of, stand_in_for, tokens_of
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from odc.errors import UnsupportedError
 from odc.split import attend, models
@@ -30,6 +31,28 @@ def test_models_that_can_be_split_pass_and_run_whole_samples_as_before(kind: str
     assert rehearse(model, models.layers_of(model), extra) == 2 * heads * 8 * dtype.itemsize
     for inputs, expected in zip(given, before, strict=True):
         assert torch.equal(model(**inputs, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn2", "somewhere/attention"])
+def test_flash_attention_keeps_its_name_and_gets_whole_samples(name: str) -> None:
+    """The name stands for a library, or a kernel of a hub, that is imported by it: something else stands in here."""
+    model: Any = model_of("llama")
+    tokens = tokens_of(3, 40)[None]
+    expected = model(input_ids=tokens, use_cache=False).logits
+    with stand_in_for(name, model) as asked:
+        extra = models.hook(model)
+        assert rehearse(model, models.layers_of(model), extra) == 2 * 2 * 8 * 4
+        hooked = AttentionInterface()[name]
+        other: Any = model_of("llama")
+        other.config._attn_implementation = name
+        models.hook(other)
+        assert AttentionInterface()[name] is hooked, "a second model of this attention wraps it again"
+        asked.clear()
+        assert torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
+        assert asked == [name] * models.layers_of(model), "whole samples must reach the attention under its own name"
+        lengths = torch.tensor([0, 40], dtype=torch.int32)
+        with pytest.raises(UnsupportedError, match="passes cu_seq_lens_q to attention"):
+            model(input_ids=tokens, odc_piece=object(), cu_seq_lens_q=lengths, **extra)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,56 @@ def test_a_piece_without_backward_is_named(rank: int, world: int, name: str) -> 
         next(pieces)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@on_ranks(2)
+def test_a_second_forward_of_a_piece_is_refused(rank: int, world: int, name: str, keep: bool) -> None:
+    """Before it changes anything: the backward of the first is still right. The deadline is hours away."""
+    model: Any = model_of("llama", torch.float64)
+    like: Any = model_of("llama", torch.float64)
+    splitter = splitter_of(model, name, layers=None, keep=keep, timeout_s=7200.0)
+    minibatch = Minibatch([(40, [0, 1], "zigzag")])
+    for piece in splitter.pieces(minibatch.plan(world)):
+        loss = loss_of(model, *piece.of(tokens_of(0, 40)))
+        for again in (model, model.model):
+            with pytest.raises(OdcError, match=r"called again with a piece of sample 0, .* a piece runs forward once"):
+                again(**piece.of(tokens_of(0, 40)).inputs)
+        loss.backward()
+    add_whole(like, minibatch)
+    assert gradient_error(model, like) <= 1e-12
+    splitter.close()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@on_ranks(2)
+def test_a_forward_that_failed_does_not_run_again(rank: int, world: int, name: str, keep: bool) -> None:
+    model: Any = model_of("llama")
+    splitter = splitter_of(model, name, layers=None, keep=keep, timeout_s=7200.0)
+    pieces = splitter.pieces(Minibatch([(40, [0, 1], "zigzag")]).plan(world))
+    inputs = next(pieces).of(tokens_of(0, 40))
+    failing = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, *inputs)
+    failing.remove()
+    with pytest.raises(OdcError, match=r"LlamaForCausalLM was called again .* call model.abandon_minibatch\(reason\)"):
+        loss_of(model, *inputs)
+    dist.barrier()  # the generator ends the exchange for both as it is dropped
+
+
+@on_ranks(2)
+def test_a_whole_model_may_be_recomputed(rank: int, world: int, name: str) -> None:
+    model, like = model_of("llama", torch.float64), model_of("llama", torch.float64)
+    splitter = splitter_of(model, name, layers=None)
+    minibatch = Minibatch([(40, [0, 1], "zigzag")])
+    for piece in splitter.pieces(minibatch.plan(world)):
+        given = piece.of(tokens_of(0, 40))
+        loss = checkpoint(loss_of, model, *given, use_reentrant=False)
+        assert loss is not None
+        loss.backward()
+    add_whole(like, minibatch)
+    assert gradient_error(model, like) <= 1e-12
+    splitter.close()
+
+
 @on_ranks(2)
 def test_a_piece_without_a_label(rank: int, world: int, name: str) -> None:
     """Only the first token has a label: one piece has no loss, and gives and takes gradients of 0 all the same."""

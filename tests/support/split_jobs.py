@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -82,6 +83,34 @@ def model_of(kind: str, dtype: torch.dtype = torch.float32, *, checkpoint: bool 
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+@contextlib.contextmanager
+def stand_in_for(name: str, model: Any) -> Iterator[list[str]]:
+    """Give the model an attention of this name without what transformers would import for it: SDPA runs in its place.
+
+    Yields the names under which it was asked for, one for each layer that ran a whole sample.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    whole, asked = functions["sdpa"], list[str]()
+
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        assert mask is None, "flash attention takes no mask but that of padding"
+        asked.append(module.config._attn_implementation)
+        return whole(module, query, key, value, mask, **options)
+
+    before = dict(functions), dict(masks)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, masks["flash_attention_2"])
+    model.config._attn_implementation = name
+    try:
+        yield asked
+    finally:
+        for mapping, old in zip((functions, masks), before, strict=True):
+            mapping.clear()
+            mapping.update(old)
 
 
 def tokens_of(sample: int, length: int) -> Tensor:

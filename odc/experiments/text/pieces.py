@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from odc.balance import Plan, most_pieces
+from odc.balance import Plan, longest_in_pieces, longest_piece, most_pieces
 from odc.errors import ConfigError
 from odc.experiments.config import JobConfig
 from odc.experiments.data.documents import Document
@@ -29,8 +29,7 @@ def check_splittable(source: Path) -> None:
 
 def splitter_of(model: Any, longest: int, max_tokens: int, node: int, timeout_s: float, keep: bool = True) -> Splitter:
     """Splits samples of at most `longest` tokens into pieces of at most `max_tokens`, on the `node` ranks of a host."""
-    # In zig-zag pieces of two slices each, both rounded up.
-    most = min(max_tokens, -(-longest // 2) + 1)
+    most = min(max_tokens, longest_piece(longest))
     return Splitter(model, longest, piece_tokens=most, keep=keep, node=node, timeout_s=timeout_s)
 
 
@@ -44,10 +43,10 @@ class DocumentPieces:
     def __init__(self, model: Any, config: JobConfig, longest: int, device: torch.device) -> None:
         self._device, self._cap, node = device, config.max_tokens, ranks_of_host()
         self._most_pieces = most_pieces(node)
-        if longest > max(self._cap, self._most_pieces * (self._cap - 2)):
+        if longest > longest_in_pieces(self._cap, self._most_pieces):
             raise ConfigError(
                 f"max_tokens: a document of {longest} does not fit in {self._most_pieces} pieces of {self._cap} "
-                f"tokens, one on each rank of a host; take at least {-(-longest // self._most_pieces) + 2}"
+                f"tokens, one on each rank of a host; take at least {-(-longest // self._most_pieces)}"
             )
         # The recompute of a checkpointed block puts its keys and values once more.
         keep = not config.activation_checkpointing
@@ -55,7 +54,7 @@ class DocumentPieces:
 
     def least_cap(self, longest: int) -> int:
         """Least cap on tokens, at most the job's own, under which a document of `longest` tokens can be planned."""
-        return min(self._cap, longest, -(-longest // self._most_pieces) + 2)
+        return min(self._cap, longest, max(2, -(-longest // self._most_pieces)))
 
     def of(self, plan: Plan, documents: Sequence[Document]) -> Iterator[tuple[SamplePiece, dict[str, Any]]]:
         """This rank's pieces and the model's arguments for each; forward and backward come before the next.

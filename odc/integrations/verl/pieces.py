@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from odc.balance import Cost, Plan, lb_split, most_pieces
+from odc.balance import Cost, Plan, lb_split, longest_in_pieces, most_pieces
 from odc.errors import PlanError, UnsupportedError
 from odc.integrations.verl.rebalance import Lengths, send_rows
 from odc.split import SamplePiece, Splitter
@@ -106,7 +106,7 @@ class RowPieces:
             return
         self.close()
         # Room for twice as many tokens, up to a whole microbatch a piece, so that new room is rarely needed.
-        most = max_tokens * self.most(len(plan.ranks))
+        most = longest_in_pieces(max_tokens, self.most(len(plan.ranks)))
         rooms = max(rooms[0], min(2 * rooms[0], most)), max(rooms[1], min(2 * rooms[1], max_tokens))
         self._made += 1
         self._splitter = Splitter(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tensordict import NonTensorData
 from verl.utils import tensordict_utils as tu
 
-from odc.balance import Cost
+from odc.balance import Cost, longest_in_pieces
 from odc.errors import PlanError, UnsupportedError
 from odc.integrations.verl.seqlen_balancing import get_seqlen_balanced_partitions
 
@@ -37,7 +37,7 @@ def refuse_long(lengths: Lengths, max_tokens: int, group_size: int = 1, pieces: 
         if len(rows) % group_size:
             raise PlanError(f"data-parallel rank {rank} has {len(rows)} samples, not a multiple of {group_size}")
         for at in range(0, len(rows), group_size):
-            if (tokens := sum(rows[at : at + group_size])) > max_tokens * pieces:
+            if (tokens := sum(rows[at : at + group_size])) > longest_in_pieces(max_tokens, pieces):
                 raise PlanError(
                     f"data-parallel rank {rank}: sample {at} ({group_size} together) has {tokens} tokens, more than a "
                     f"microbatch may have ({max_tokens}: max_token_len_per_gpu x sequence-parallel ranks{more})"

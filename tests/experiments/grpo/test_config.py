@@ -20,7 +20,11 @@ from odc.experiments.grpo.samples import UpperHalf
         ({"clip_low": 1.0}, "clip_low must be below 1"),
         ({"minibatches": 9}, "must not be more than prompts"),
         ({"max_tokens": 37}, "must hold a prompt and a response"),
+        ({"max_tokens": 18, "arm": "odc-split"}, r"max_tokens \(18 in each of 2 pieces\) must hold a prompt and a res"),
+        ({"max_tokens": 37, "arm": "odc-split", "ranks": 1}, r"max_tokens \(37\) must hold"),
         ({"balance": "verl", "prompts": 1, "group": 3}, "divide by the ranks"),
+        ({"balance": "verl", "prompts": 5, "group": 3, "minibatches": 2}, "divide by the ranks"),
+        ({"balance": "verl", "prompts": 3, "group": 3, "minibatches": 2}, "divide by the ranks"),
         ({"balance": "verl", "arm": "odc-split"}, "balance verl splits no sample"),
         ({"arm": "odc-split", "least_piece": 0}, "least_piece must be a whole number, 1 or more"),
     ],
@@ -28,6 +32,11 @@ from odc.experiments.grpo.samples import UpperHalf
 def test_what_cannot_be(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         GrpoConfig(**fields)
+
+
+def test_what_just_fits() -> None:
+    assert GrpoConfig(max_tokens=19, arm="odc-split").longest == 38
+    GrpoConfig(balance="verl", prompts=5, group=4, minibatches=2)
 
 
 def test_the_toy_task() -> None:

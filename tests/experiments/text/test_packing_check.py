@@ -22,7 +22,7 @@ from odc.experiments.grpo.step import GrpoWorkload
 from odc.experiments.launch import JobFailedError
 from odc.experiments.text.loss import use_document_loss
 from odc.experiments.text.model import build_model
-from odc.experiments.text.packing_check import check_documents, packing_error
+from odc.experiments.text.packing_check import PackingError, check_documents, packing_error
 from odc.experiments.text.step import TextWorkload
 
 transformers = pytest.importorskip("transformers", reason="needs the train extra")
@@ -149,6 +149,16 @@ def test_one_layer_of_many_that_mixes_documents_is_found():
     assert packing_error(config_of("lfm2", num_hidden_layers=20, layer_types=kinds)).layers == 2
     kinds[13] = "conv"
     assert packing_error(config_of("lfm2", num_hidden_layers=20, layer_types=kinds)).gradient > 1e-2
+
+
+def test_a_gradient_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch):
+    from odc.experiments.text import packing_check
+
+    monkeypatch.setattr(packing_check, "_verdicts", {})
+    for found in ((1e-6, float("nan")), (float("nan"), 1e-6)):
+        monkeypatch.setattr(packing_check, "packing_error", lambda config, found=found: PackingError(*found, 2, 2))
+        with pytest.raises(UnsupportedError, match="documents of one row do not stay apart in llama models: .* nan"):
+            check_documents(config_of("llama", vocab_size=100 + (found[0] < 1)), 64)
 
 
 def test_windows_longer_than_the_checks_documents_are_checked(monkeypatch: pytest.MonkeyPatch):

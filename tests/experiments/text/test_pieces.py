@@ -63,7 +63,7 @@ def test_samples_above_the_cap_train_in_pieces(ranks: Pools, tmp_path: Path) -> 
     assert [step.loss for step in split] == pytest.approx([step.loss for step in whole], rel=2e-5)
     with pytest.raises(DataError, match="more than the cap of 60"):
         TextWorkload(capped.with_(arm="odc")).prepare()
-    with pytest.raises(DataError, match="more than the cap of 76"):  # two pieces of 38 and two tokens
+    with pytest.raises(DataError, match="more than the cap of 80"):  # two pieces of 40
         TextWorkload(capped.with_(max_tokens=40)).prepare()
     assert capped.with_(long="drop").longest == 60, "what is dropped is the same under every arm"
 
