@@ -96,6 +96,9 @@ def spread_requests(
         setattr(lm, kind, functools.partial(answer, kind, getattr(lm, kind)))
     try:
         yield
+    except RequestsDone:
+        peers.let_first_work()
+        raise
     finally:
         for kind in kinds:
             delattr(lm, kind)
