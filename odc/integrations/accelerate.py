@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from odc.errors import ConfigError, install
 from odc.fsdp import OdcModule, fully_shard
@@ -24,6 +25,7 @@ from odc.integrations._generation import generate_alone
 from odc.settings import Settings
 
 try:
+    from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
     from accelerate.state import AcceleratorState, PartialState, is_initialized
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
     from accelerate.utils.other import get_module_children_bottom_up
@@ -158,6 +160,25 @@ def _refuse(what: str, instead: str) -> None:
     raise ConfigError(f"odc cannot apply {what}: {instead}")
 
 
+def _refuse_unrepeatable(loader: Any) -> None:
+    """ConfigError unless the order of an epoch is known to be the same whenever it begins."""
+    order = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    order = loader.sampler if order is None else order  # a loader without batches
+    while not hasattr(order, "set_epoch"):
+        if isinstance(order, (BatchSamplerShard, SkipBatchSampler)):
+            order = order.batch_sampler
+        elif type(order) is BatchSampler:
+            order = order.sampler
+        else:
+            break
+    ordered = hasattr(order, "set_epoch") or isinstance(order, (SequentialSampler, Sequence))
+    drawn = isinstance(order, RandomSampler) and not ordered
+    if drawn or getattr(loader, "synchronized_generator", None) is not None:
+        _refuse("recovery to this order of samples", "use DataLoaderConfiguration(use_seedable_sampler=True)")
+    if not (ordered or isinstance(loader.dataset, IterableDataset)):
+        _refuse(f"recovery to the order of {type(order).__name__}", "give it set_epoch(), which alone decides it")
+
+
 class RepeatableBatches:
     """The batches of a prepared loader, epoch after epoch without end, from a place that recovery keeps.
 
@@ -165,12 +186,12 @@ class RepeatableBatches:
         recovery.protect(model, optimizer, scheduler=scheduler, batches=batches)
 
     Going back skips what was drawn of the epoch; collators that draw random numbers draw others then. `loader` has a
-    length. ConfigError if its order depends on what was drawn before.
+    length. ConfigError if its order may depend on what was drawn before: neither the dataset's own, nor that of a
+    sampler with `set_epoch`.
     """
 
     def __init__(self, accelerator: Any, loader: Any) -> None:
-        if getattr(loader, "synchronized_generator", None) is not None:
-            _refuse("recovery to this order of samples", "use DataLoaderConfiguration(use_seedable_sampler=True)")
+        _refuse_unrepeatable(loader)
         self.epoch = self.drawn = 0  # batches of this epoch
         self._accelerator, self._loader = accelerator, loader
         self._iterator: Iterator[Any] | None = None
@@ -189,7 +210,10 @@ class RepeatableBatches:
         with torch.random.fork_rng([], enabled=again):
             if self._iterator is None:
                 self._loader.set_epoch(self.epoch)
-                rest = self._accelerator.skip_first_batches(self._loader, self.drawn) if again else self._loader
+                rest = self._loader
+                if again:
+                    rest = self._accelerator.skip_first_batches(self._loader, self.drawn)
+                    rest.set_epoch(self.epoch)  # before accelerate 1.15 it begins with epoch 0
                 self._iterator = iter(rest)
             batch = next(self._iterator)
         self.drawn += 1
