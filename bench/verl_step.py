@@ -101,7 +101,7 @@ def give_whole_lengths() -> None:
     if not hasattr(theirs.calculate_workload, "__wrapped__"):
         of_whole = theirs.calculate_workload
         theirs.calculate_workload = wraps(of_whole)(lambda lengths: of_whole(SHARE * lengths))
-        ours.WORKLOAD = quadratic(24576 * SHARE, SHARE**2)
+        ours.VERL_WORKLOAD = quadratic(24576 * SHARE, SHARE**2)
 
 
 def build_engines(folder: Path) -> None:

@@ -38,6 +38,7 @@ STATE_POLL_S, STATE_LONGEST_POLL_S = 0.001, 0.05  # between two checks whether a
 # Messages through the job's store.
 MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S = 2e-4, 2e-2  # between two checks for what a member sends or takes
 MAIL_TICK_S = 0.2  # between two reports of progress
+MAIL_ALONE_S = 86_400.0  # for the first member to come back from work that it does alone
 
 # Connections between processes of one host.
 CONVERSATION_S = 2.0  # for the other end's part of a request or a handshake, on one host and between hosts

@@ -6,6 +6,8 @@ Every message names the *global* rank that raises, its epoch, and what it waited
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 def install(extra: str) -> str:
     """What to type to get an extra of odc, which stands on no package index yet."""
@@ -89,6 +91,11 @@ class DataError(OdcError, ValueError):
 
 class ConfigError(OdcError, ValueError):
     """A job cannot run with its options; the message names the option and its valid values."""
+
+
+def refuse_setting(what: str, instead: str) -> NoReturn:
+    """Raise ConfigError: a library is set to `what`, which odc cannot do; `instead` is what to do."""
+    raise ConfigError(f"odc cannot apply {what}: {instead}")
 
 
 class NonFiniteLossError(OdcError):

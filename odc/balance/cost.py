@@ -42,6 +42,10 @@ def quadratic(a: float, b: float) -> QuadraticCost:
     return QuadraticCost(float(a), float(b))
 
 
+#: verl's weight of a sample of l tokens: attention and matrices of width 4096, in units of 6 * 4096 FLOPs.
+VERL_WORKLOAD: Cost = quadratic(24576, 1)
+
+
 @dataclass(frozen=True)
 class WindowedCost:
     """`a * length + b * length**2`, plus layers whose attention sees only the last tokens."""

@@ -185,7 +185,8 @@ def _groups(names: Sequence[Hashable] | None, samples: int) -> list[list[int]]:
     if len(names) != samples:
         raise PlanError(f"groups names {len(names)} samples, but there are {samples}")
     members: dict[Hashable, list[int]] = {}
-    for i, name in enumerate(names):
+    # Of a tensor's elements no two have one hash.
+    for i, name in enumerate(names.tolist() if hasattr(names, "tolist") else names):
         members.setdefault(name, []).append(i)
     return list(members.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from odc.balance import search as _search
 from odc.balance.compiled import loops_of, run_loop
 from odc.balance.state import new_tree
 
+T = TypeVar("T")
 STEPS = 4000  # of the search, in all, for one call
 
 
@@ -31,6 +33,11 @@ def pack(lengths: Sequence[int], order: Sequence[int], max_tokens: int, steps: i
         for i, chosen in zip(falling, fewer, strict=True):
             bins[chosen].append(i)
     return bins
+
+
+def small_at_both_ends(falling: list[T]) -> list[T]:
+    """Microbatches that come by falling size in the order in which verl runs them, for pipelines."""
+    return falling[::2][::-1] + falling[1::2]
 
 
 def best_fit_decreasing(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:

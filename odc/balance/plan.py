@@ -153,7 +153,7 @@ class Plan:
                 speeds=[float(speed) for speed in data["speeds"]] if data.get("speeds") is not None else None,
                 splits=[SplitSample.from_dict(split) for split in data.get("splits", [])],
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, ArithmeticError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"this is not a plan: {type(error).__name__}: {error}") from error
         if not plan.ranks:
             raise PlanError("a plan needs at least one rank")

@@ -17,7 +17,7 @@ from torch import nn
 
 from odc.errors import OdcError, PeerLostError
 from odc.eval.peers import Peers
-from odc.fsdp import live_roots, sharded_tops
+from odc.fsdp import live_roots, root_of, sharded_tops
 from odc.net import JobStore
 from odc.net.announced import announce_process
 from odc.runtime import refuse_losses
@@ -38,7 +38,7 @@ def session(
 
     Args:
         group: the ranks that evaluate together; None takes the world, or just this process without torch.distributed.
-            A sharded model's ranks outside of it call `model.publish()`, for which the others wait.
+            A sharded model's ranks outside of it call `model.publish()` once, for which the others wait.
         modules: the models to evaluate, or modules that hold them. What odc has sharded there publishes its shards
             first, so that even a rank without requests serves its peers, and generates `unsynced`. Each of their
             forwards counts as progress.
@@ -53,10 +53,13 @@ def session(
     held = list(modules)  # a shard is served while its module lives
     with hooks:
         try:
-            for module in held:
-                roots = sharded_tops(module)
-                for root in roots:
-                    root.publish()
+            tops = [sharded_tops(module) for module in held]
+            published = list(dict.fromkeys(root for roots in tops for root in roots))
+            for root in published:  # all, before a wait for any: ranks may have them in another order
+                root_of(root).minibatch.close_evaluation("publish()")
+            for root in published:
+                root.publish()
+            for module, roots in zip(held, tops, strict=True):
                 if roots:
                     hooks.enter_context(unsynced(module))
                 tick = torch.compiler.disable(lambda *_: peers.tick())  # not compiled, even in a compiled module

@@ -46,8 +46,9 @@ class Stability:
 
 def sample_stability(scores: Sequence[float]) -> SampleStability:
     """Stability of one sample from the scores of its runs. Raises ValueError unless they are 2 or more and finite."""
+    scores = [float(score) for score in scores]  # of a tensor's elements no two have one hash
     if len(scores) < 2 or not all(math.isfinite(score) for score in scores):
-        raise ValueError(f"stability needs 2 or more finite scores of a sample, not {list(scores)!r}")
+        raise ValueError(f"stability needs 2 or more finite scores of a sample, not {scores!r}")
     runs, mean = len(scores), math.fsum(scores) / len(scores)
     variance = math.fsum((score - mean) ** 2 for score in scores) / (runs - 1)
     return SampleStability(runs, mean, variance, Counter(scores).most_common(1)[0][1] / runs)

@@ -117,7 +117,8 @@ class OdcModule(compat.FSDPModule):
     def publish(self) -> None:
         """Show the peers weights that were changed inside an open minibatch, not by an optimizer (EMA swap, edits).
 
-        On the root, on every rank; waits until every rank is done with the last published version.
+        On the root, on every rank, of several roots in the same order; waits until every rank is done with the last
+        published version.
         UnfinishedMinibatchError if gradients were pushed already in this minibatch.
         """
         root_of(self).minibatch.publish()

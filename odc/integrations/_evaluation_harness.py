@@ -47,15 +47,22 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def spread_requests(
-    lm: Any, kinds: Sequence[str], peers: Peers, *, pad: bool, cost: Cost | None, after: Callable[[str], None]
+    lm: Any,
+    kinds: Sequence[str],
+    peers: Peers,
+    *,
+    pad: bool,
+    cost: Cost | None,
+    after: Callable[[str], None],
+    plain: Callable[[Any], Any] = lambda answer: answer,
 ) -> Iterator[None]:
     """Inside, `lm`'s methods named `kinds` run each request on one rank and return the answers on the first.
 
     With `pad` (see `run_requests`) documents are dealt out in turn, not by cost, and requests run one by one, because a
     model that batches or merges them (lm-eval's runs equal requests once) has unequal forwards anyway. `cost` of a
     request is by default the characters of its texts. `after` is called with each kind that is done on the other ranks,
-    where every answer is None. Raises UnsupportedError when a kind is asked for twice: then requests depend on answers,
-    which all ranks would need.
+    where every answer is None. `plain` turns an answer into a value that ranks can send each other. Raises
+    UnsupportedError when a kind is asked for twice: then requests depend on answers, which all ranks would need.
     """
     asked: set[str] = set()
 
@@ -71,7 +78,15 @@ def spread_requests(
         run = functools.partial(method, **options)
         if pad:
             run = functools.partial(_one_by_one, run)
-        answers = run_requests(requests, run, peers, owners=owners, pad=pad, key=_key, kind=f"{kind} requests")
+        answers = run_requests(
+            requests,
+            lambda some: [plain(one) for one in run(some)],
+            peers,
+            owners=owners,
+            pad=pad,
+            key=_key,
+            kind=f"{kind} requests",
+        )
         if answers is not None:
             return answers
         after(kind)
@@ -81,6 +96,9 @@ def spread_requests(
         setattr(lm, kind, functools.partial(answer, kind, getattr(lm, kind)))
     try:
         yield
+    except RequestsDone:
+        peers.let_first_work()
+        raise
     finally:
         for kind in kinds:
             delattr(lm, kind)

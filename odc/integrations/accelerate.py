@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from odc.errors import ConfigError, install
+from odc.errors import ConfigError, install, refuse_setting
 from odc.fsdp import OdcModule, fully_shard
 from odc.integrations._generation import generate_alone
 from odc.settings import Settings
 
 try:
+    from accelerate.data_loader import BatchSamplerShard, SkipBatchSampler
     from accelerate.state import AcceleratorState, PartialState, is_initialized
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
     from accelerate.utils.other import get_module_children_bottom_up
@@ -50,9 +52,9 @@ class OdcFsdpPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
         super().__post_init__()
         self._refuse_fields()
         if is_initialized():
-            _refuse("a plugin made after the Accelerator", "make OdcFsdpPlugin first")
+            refuse_setting("a plugin made after the Accelerator", "make OdcFsdpPlugin first")
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
-            _refuse("a single process", "start it with torchrun or accelerate launch")
+            refuse_setting("a single process", "start it with torchrun or accelerate launch")
         self._announced: weakref.ref[nn.Module] | None = None
         self._policy = self.auto_wrap_policy
         if self.cpu or not torch.cuda.is_available():
@@ -62,21 +64,21 @@ class OdcFsdpPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
 
     def _refuse_fields(self) -> None:
         if self.fsdp_version != 2:
-            _refuse(f"fsdp_version={self.fsdp_version}", "use fsdp_version=2")
+            refuse_setting(f"fsdp_version={self.fsdp_version}", "use fsdp_version=2")
         if isinstance(self.cpu_offload, CPUOffloadPolicy):
-            _refuse("cpu_offload", "leave it out; each rank holds its shard on its device")
+            refuse_setting("cpu_offload", "leave it out; each rank holds its shard on its device")
         if self.cpu_ram_efficient_loading:
-            _refuse("cpu_ram_efficient_loading", "load the model on every rank")
+            refuse_setting("cpu_ram_efficient_loading", "load the model on every rank")
         if self.activation_checkpointing_offload:
-            _refuse("activation_checkpointing_offload", "use activation_checkpointing alone")
+            refuse_setting("activation_checkpointing_offload", "use activation_checkpointing alone")
         policy = self.mixed_precision_policy
         if policy is not None and policy.param_dtype is torch.float16:
-            _refuse("fp16", "there is no loss scaling; use bf16")
+            refuse_setting("fp16", "there is no loss scaling; use bf16")
 
     def set_mixed_precision(self, mixed_precision: Any, *args: Any, **options: Any) -> None:
         """The Accelerator's `mixed_precision`; ConfigError for fp16 and fp8."""
         if mixed_precision in ("fp16", "fp8", torch.float16):
-            _refuse(f"mixed_precision={mixed_precision!r}", "there is no loss scaling; use 'bf16'")
+            refuse_setting(f"mixed_precision={mixed_precision!r}", "there is no loss scaling; use 'bf16'")
         super().set_mixed_precision(mixed_precision, *args, **options)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
@@ -95,10 +97,10 @@ class OdcFsdpPlugin(FullyShardedDataParallelPlugin):  # type: ignore[misc]
     def _refuse_state(self) -> None:
         state = AcceleratorState()
         if state.parallelism_config is not None:
-            _refuse("parallelism_config", "leave it out; odc shards over all ranks")
+            refuse_setting("parallelism_config", "leave it out; odc shards over all ranks")
         plugin = state.dynamo_plugin
         if plugin is not None and plugin.backend.value != "NO" and not plugin.use_regional_compilation:
-            _refuse("compilation of the whole model", "use TorchDynamoPlugin(use_regional_compilation=True)")
+            refuse_setting("compilation of the whole model", "use TorchDynamoPlugin(use_regional_compilation=True)")
 
     def _shard(self, model: nn.Module) -> None:
         """Shard into accelerate's units: wrapped modules, embedding, norm and head, and the rest as the root."""
@@ -154,8 +156,25 @@ def _refuse_unsharded(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(check)
 
 
-def _refuse(what: str, instead: str) -> None:
-    raise ConfigError(f"odc cannot apply {what}: {instead}")
+def _refuse_unrepeatable(loader: Any) -> None:
+    """ConfigError unless the order of an epoch is known to be the same whenever it begins."""
+    order = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    order = loader.sampler if order is None else order  # a loader without batches
+    while not hasattr(order, "set_epoch"):
+        if isinstance(order, (BatchSamplerShard, SkipBatchSampler)):
+            order = order.batch_sampler
+        elif type(order) is BatchSampler:
+            order = order.sampler
+        else:
+            break
+    ordered = hasattr(order, "set_epoch") or isinstance(order, (SequentialSampler, Sequence))
+    drawn = isinstance(order, RandomSampler) and not ordered
+    if drawn or getattr(loader, "synchronized_generator", None) is not None:
+        refuse_setting("recovery to this order of samples", "use DataLoaderConfiguration(use_seedable_sampler=True)")
+    if not (ordered or isinstance(loader.dataset, IterableDataset)):
+        refuse_setting(
+            f"recovery to the order of {type(order).__name__}", "give it set_epoch(), which alone decides it"
+        )
 
 
 class RepeatableBatches:
@@ -165,12 +184,12 @@ class RepeatableBatches:
         recovery.protect(model, optimizer, scheduler=scheduler, batches=batches)
 
     Going back skips what was drawn of the epoch; collators that draw random numbers draw others then. `loader` has a
-    length. ConfigError if its order depends on what was drawn before.
+    length. ConfigError if its order may depend on what was drawn before: neither the dataset's own, nor that of a
+    sampler with `set_epoch`.
     """
 
     def __init__(self, accelerator: Any, loader: Any) -> None:
-        if getattr(loader, "synchronized_generator", None) is not None:
-            _refuse("recovery to this order of samples", "use DataLoaderConfiguration(use_seedable_sampler=True)")
+        _refuse_unrepeatable(loader)
         self.epoch = self.drawn = 0  # batches of this epoch
         self._accelerator, self._loader = accelerator, loader
         self._iterator: Iterator[Any] | None = None
@@ -189,7 +208,10 @@ class RepeatableBatches:
         with torch.random.fork_rng([], enabled=again):
             if self._iterator is None:
                 self._loader.set_epoch(self.epoch)
-                rest = self._accelerator.skip_first_batches(self._loader, self.drawn) if again else self._loader
+                rest = self._loader
+                if again:
+                    rest = self._accelerator.skip_first_batches(self._loader, self.drawn)
+                    rest.set_epoch(self.epoch)  # before accelerate 1.15 it begins with epoch 0
                 self._iterator = iter(rest)
             batch = next(self._iterator)
         self.drawn += 1

@@ -27,9 +27,10 @@ def evaluate(
     equally many requests on every rank, for a model with collectives in its forward (FSDP2): not a complete remedy, see
     docs/evaluation.md. `cost` of a request spreads work evenly; by default it is the characters of its texts.
 
-    Returns what `simple_evaluate` returns, on the session's first rank; None on the others. Raises ConfigError if
-    lm-eval is not installed, or `lm` spreads requests itself; UnsupportedError for an option that cannot work on
-    several ranks; PlanError if ranks built different requests.
+    Returns what `simple_evaluate` returns, on the session's first rank; None on the others, which then wait up to a day
+    for its metrics, whatever the session's `timeout_s` is. Raises ConfigError if lm-eval is not installed, or `lm`
+    spreads requests itself; UnsupportedError for an option that cannot work on several ranks; PlanError if ranks built
+    different requests.
     """
     try:
         from lm_eval import simple_evaluate

@@ -40,13 +40,20 @@ def evaluate(
     kinds = [kind for kind in _KINDS if hasattr(lm, kind)]
     lm.clean = _stop if peers.me else lambda: None  # called at the end; lmms-eval's own drops the model
     try:
-        with alone(), spread_requests(lm, kinds, peers, pad=pad, cost=cost, after=lambda kind: None):
+        with alone(), spread_requests(lm, kinds, peers, pad=pad, cost=cost, after=lambda kind: None, plain=_plain):
             results = simple_evaluate(model=lm, tasks=tasks, distributed_executor_backend="torchrun", **options)
     except RequestsDone:
         return None
     finally:
         del lm.clean
     return None if peers.me else results
+
+
+def _plain(answer: Any) -> Any:
+    """An answer without lmms-eval's `GenerationResult`, in a form that its evaluator takes as well."""
+    if not hasattr(answer, "token_counts"):
+        return answer
+    return answer.text if answer.token_counts is None else (answer.text, answer.token_counts.to_dict())
 
 
 def _stop() -> NoReturn:

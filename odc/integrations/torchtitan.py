@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from odc.errors import ConfigError, install
+from odc.errors import install, refuse_setting
 from odc.fsdp import fully_shard
 from odc.settings import Settings
 
@@ -52,11 +52,11 @@ def parallelize(
     """A `ModelSpec`'s `parallelize_fn`: shard a decoder on the meta device, in place."""
     _refuse_parallelism(parallelism)
     if training.enable_cpu_offload:
-        _refuse("training.enable_cpu_offload", "leave it out; each rank holds its shard on its device")
+        refuse_setting("training.enable_cpu_offload", "leave it out; each rank holds its shard on its device")
     if not training.disable_cuda_graphs and torch.cuda.is_available():  # elsewhere torchtitan makes none
-        _refuse("CUDA graphs", "leave out --training.no-disable-cuda-graphs")
+        refuse_setting("CUDA graphs", "leave out --training.no-disable-cuda-graphs")
     if not hasattr(model, "layers"):
-        _refuse(f"sharding to {type(model).__name__}", "it is no decoder with layers")
+        refuse_setting(f"sharding to {type(model).__name__}", "it is no decoder with layers")
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:
@@ -81,13 +81,9 @@ def parallelize(
 
 def _refuse_parallelism(parallelism: Any) -> None:
     if parallelism.spmd_backend != "partial_dtensor":
-        _refuse(f"parallelism.spmd_backend={parallelism.spmd_backend!r}", "set it to 'partial_dtensor'")
+        refuse_setting(f"parallelism.spmd_backend={parallelism.spmd_backend!r}", "set it to 'partial_dtensor'")
     for kind in ("tensor", "context", "pipeline", "expert"):
         if getattr(parallelism, f"{kind}_parallel_degree") > 1:
-            _refuse(f"{kind} parallelism", "odc shards over all ranks; leave its degree at 1")
+            refuse_setting(f"{kind} parallelism", "odc shards over all ranks; leave its degree at 1")
     if parallelism.enable_fsdp_symm_mem:
-        _refuse("parallelism.enable_fsdp_symm_mem", "leave it out; there are no collectives")
-
-
-def _refuse(what: str, instead: str) -> None:
-    raise ConfigError(f"odc cannot apply {what}: {instead}")
+        refuse_setting("parallelism.enable_fsdp_symm_mem", "leave it out; there are no collectives")

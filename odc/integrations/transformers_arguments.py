@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from odc.errors import ConfigError
+from odc.errors import refuse_setting
 from odc.settings import Settings
 
 #: Fields that are refused when set, and what to use instead.
@@ -60,14 +60,16 @@ def refuse_arguments(args: Any) -> None:
     newer = {name: "odc does not know this argument; leave it out" for name in fields if SHARDING & {*name.split("_")}}
     for name, instead in (newer | REFUSED | REFUSED_OF_TRL).items():
         if value := getattr(args, name, None):
-            _refuse(f"{name}={value!r}", instead)
+            refuse_setting(f"{name}={value!r}", instead)
     if getattr(args, "use_vllm", False) and (mode := getattr(args, "vllm_mode", None)) != "server":
-        _refuse(f"use_vllm=True with vllm_mode={mode!r}", 'it would load shards; use vllm_mode="server" (docs/rl.md)')
+        refuse_setting(
+            f"use_vllm=True with vllm_mode={mode!r}", 'it would load shards; use vllm_mode="server" (docs/rl.md)'
+        )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in OPTIMIZERS:
-        _refuse(f"optim={optimizer!r}", f"use one of {', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs")
+        refuse_setting(f"optim={optimizer!r}", f"use one of {', '.join(OPTIMIZERS)}, or optimizer_cls_and_kwargs")
     if (args.accelerator_config.gradient_accumulation_kwargs or {}).get("sync_each_batch"):
-        _refuse("sync_each_batch=True", "ranks meet once an optimizer step; leave it out")
+        refuse_setting("sync_each_batch=True", "ranks meet once an optimizer step; leave it out")
 
 
 def settings_for(args: Any, settings: Settings | None) -> Settings | None:
@@ -77,7 +79,7 @@ def settings_for(args: Any, settings: Settings | None) -> Settings | None:
     if settings is None:
         return Settings(reproducible=True)
     if not settings.reproducible:
-        _refuse("full_determinism=True", "it needs settings=odc.Settings(reproducible=True)")
+        refuse_setting("full_determinism=True", "it needs settings=odc.Settings(reproducible=True)")
     return settings
 
 
@@ -108,9 +110,9 @@ class AcceleratorOptions:
         state = AcceleratorState()
         for plugin in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
             if getattr(state, plugin, None) is not None:
-                _refuse(f"the Accelerator's {plugin}", "odc shards the model; make an Accelerator without it")
+                refuse_setting(f"the Accelerator's {plugin}", "odc shards the model; make an Accelerator without it")
         if state.mixed_precision not in ("no", "bf16"):
-            _refuse(f"mixed_precision={state.mixed_precision!r}", "there is no loss scaling; use 'bf16'")
+            refuse_setting(f"mixed_precision={state.mixed_precision!r}", "there is no loss scaling; use 'bf16'")
         plugin = state.dynamo_plugin
         if plugin is None or plugin.backend.value == "NO":
             return cls(state.mixed_precision)
@@ -153,7 +155,3 @@ def keep_labels(model: nn.Module) -> None:
 
     model.register_forward_pre_hook(take, prepend=True, with_kwargs=True)  # before torch's, which casts
     model.register_forward_pre_hook(give, with_kwargs=True)
-
-
-def _refuse(what: str, instead: str) -> None:
-    raise ConfigError(f"odc cannot apply {what}: {instead}")

@@ -32,12 +32,20 @@ class PlannedMicrobatch(NamedTuple):
     weight: float
 
 
-class StepOfRank:
-    """What one rank computes in one optimizer step: the pieces of split samples first, then collated microbatches."""
+class StepOfRank(NamedTuple):
+    """What one rank computes in one optimizer step: the pieces of split samples first, then collated microbatches.
 
-    def __init__(self, items: Sequence[PlannedMicrobatch | SplitSamples]) -> None:
-        self.split = next((one for one in items if isinstance(one, SplitSamples)), None)
-        self.microbatches = [one for one in items if isinstance(one, PlannedMicrobatch)]
+    A tuple, because torch pins the tensors in it where a loader has `pin_memory`.
+    """
+
+    split: SplitSamples | None
+    microbatches: list[PlannedMicrobatch]
+
+    @classmethod
+    def of(cls, items: Sequence[PlannedMicrobatch | SplitSamples]) -> StepOfRank:
+        """A step of a planned batch, whose split samples come in one item at most."""
+        split = next((one for one in items if isinstance(one, SplitSamples)), None)
+        return cls(split, [one for one in items if isinstance(one, PlannedMicrobatch)])
 
     def counted(self, rank: int) -> list[Any]:
         """Batches whose labels this rank reports: each sample's on one rank."""
@@ -50,10 +58,10 @@ class PlannedSteps(Sampler[list[Any]]):
 
     With `split`, the ranks of one host, long samples are split over them: their `SplitSamples` come first.
 
-    `order` draws the indices of an epoch. It is seeded here if it has a `generator`, with `seed` and the epoch, so all
-    ranks draw alike. `epoch` returns the number of the one that begins, until `set_epoch` gives it. `lengths` are the
-    tokens of every sample, `samples` how many one step has over all ranks (the last of an epoch may have fewer, unless
-    `drop_last`), `max_tokens` the cap of a microbatch.
+    `order`, which has a length, draws the indices of an epoch. All ranks draw alike: its `generator`, or torch's own if
+    it has none, is seeded for that with `seed` and the epoch. `epoch` returns the number of the one that begins, until
+    `set_epoch` gives it. `lengths` are the tokens of every sample, `samples` how many one step has over all ranks (the
+    last of an epoch may have fewer, unless `drop_last`), `max_tokens` the cap of a microbatch.
     """
 
     def __init__(
@@ -89,7 +97,7 @@ class PlannedSteps(Sampler[list[Any]]):
             )
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self._lengths), self._samples)
+        whole, rest = divmod(len(self._order), self._samples)
         return whole + (rest > 0 and not self._drop_last)
 
     def set_epoch(self, epoch: int) -> None:
@@ -97,9 +105,14 @@ class PlannedSteps(Sampler[list[Any]]):
         self._epoch = lambda: epoch
 
     def __iter__(self) -> Iterator[list[Any]]:
+        seed = self._seed + self._epoch()
         if hasattr(self._order, "generator"):
-            self._order.generator = torch.Generator().manual_seed(self._seed + self._epoch())
-        indices = [int(i) for i in self._order]
+            self._order.generator = torch.Generator().manual_seed(seed)
+        if hasattr(self._order, "set_epoch"):
+            self._order.set_epoch(self._epoch())
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(seed)
+            indices = [int(i) for i in self._order]
         for step in range(len(self)):
             chosen = indices[step * self._samples : (step + 1) * self._samples]
             lengths = [self._lengths[i] for i in chosen]
@@ -153,19 +166,27 @@ def planned_loader(stock: Any, steps: PlannedSteps) -> DataLoader[Any]:
         workers |= {"worker_init_fn": stock.worker_init_fn, "in_order": stock.in_order}
         workers |= {"multiprocessing_context": stock.multiprocessing_context}
     rows = _Microbatches(stock.dataset, stock.collate_fn)
-    return _PlannedLoader(rows, batch_sampler=steps, collate_fn=StepOfRank, **workers)
+    return _PlannedLoader(rows, batch_sampler=steps, collate_fn=StepOfRank.of, **workers)
 
 
 def lengths_of(dataset: Any, column: str) -> list[int]:
-    """Tokens of every sample: of the column of lengths, if there is one, else of its `input_ids`."""
+    """Tokens of every sample: of the column of lengths, if there is one, else of its `input_ids`.
+
+    ConfigError naming the first row without tokens, which a model cannot run alone, as a plan may have it.
+    """
     if not hasattr(dataset, "__len__"):
         raise ConfigError("max_tokens needs a dataset with a length: leave it out for an iterable one")
-    if column in getattr(dataset, "column_names", ()):
-        return [int(length) for length in dataset[column]]
     try:
-        return [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+        if column in getattr(dataset, "column_names", ()):
+            lengths = [int(length) for length in dataset[column]]
+        else:
+            lengths = [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
     except (KeyError, TypeError) as error:
         raise ConfigError(f"max_tokens needs samples with input_ids, or a column {column!r} of lengths") from error
+    for row, length in enumerate(lengths):
+        if length < 1:
+            raise ConfigError(f"max_tokens cannot plan row {row} of the dataset, which has no tokens: leave it out")
+    return lengths
 
 
 def cost_of_model(model: Any) -> Cost:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from odc.deadlines import (
+    MAIL_ALONE_S,
     MAIL_FIRST_SLEEP_S,
     MAIL_LONGEST_SLEEP_S,
     MAIL_TICK_S,
@@ -66,6 +67,7 @@ class Mailbox:
         self._kind, self._task, self._names = kind, task, [f"{kind} {one}" for one in ids]
         self._sent, self._received = [0] * len(ids), [0] * len(ids)
         self._met, self._ticked = 0, float("-inf")
+        self._first_s = 0.0  # the least deadline of a wait for the first member
 
     @property
     def world(self) -> int:
@@ -82,6 +84,10 @@ class Mailbox:
             self._ticked = now
             self._store.add(f"steps/{self.me}", 1)
             self.check("computing")
+
+    def let_first_work(self) -> None:
+        """Give the first member, which now works alone, a day without progress until it sends something or meets."""
+        self._first_s = MAIL_ALONE_S
 
     def check(self, doing: str) -> None:
         """Raise PeerLostError if a member has failed; `doing` is what this one was doing."""
@@ -114,6 +120,7 @@ class Mailbox:
         self._arrive(what)
         if self.me:
             self._wait(lambda: self._store.add("released", 0) >= self._met, 0, what)
+            self._first_s = 0.0
         else:
             self._store.add("released", 1)
 
@@ -163,6 +170,7 @@ class Mailbox:
             message += memoryview(piece)[1:]
             self.tick()
             if piece[:1] == b".":
+                self._first_s = self._first_s if member else 0.0
                 return bytes(message)
 
     def _wait(
@@ -172,6 +180,7 @@ class Mailbox:
         deadline anew; waiting itself is none, or members that wait for each other would do so for ever.
         """
         limit_s = self.timeout_s if timeout_s is None else timeout_s
+        limit_s = limit_s if member else max(limit_s, self._first_s)
         backoff, deadline = Backoff(MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S), Deadline(limit_s)
         next_check, next_look = Deadline(limit_s / _CHECKS), Deadline(MAIL_TICK_S)
         published = False

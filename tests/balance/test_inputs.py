@@ -1,13 +1,21 @@
-"""Lengths from files of every kind."""
+"""Names of groups, and lengths from files of every kind."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from odc.balance import lb_mini
 from odc.balance.inputs import read_lengths
 from odc.errors import DataError
+
+
+def test_groups_of_a_tensor():
+    names = [7, 8, 7, 8, 7, 8]
+    plan = lb_mini([30, 1, 1, 1, 1, 30], 2, 100, groups=torch.tensor(names))
+    assert plan == lb_mini([30, 1, 1, 1, 1, 30], 2, 100, groups=names)
 
 
 @pytest.mark.parametrize(

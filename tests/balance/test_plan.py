@@ -82,6 +82,7 @@ def test_json_round_trip_is_exact():
         "{}",
         "not json",
         '{"ranks": [], "costs": [], "bound": 0}',
+        '{"ranks": [[[1e999]]], "costs": [[1]], "bound": 1}',
         '{"ranks": [[[0, 0]]], "costs": [[1]], "bound": 1}',
         '{"ranks": [[[0]]], "costs": [[1, 2]], "bound": 1}',
         '{"ranks": [[[1]]], "costs": [[1]], "bound": 1}',

@@ -256,6 +256,32 @@ def test_progress_starts_the_deadline_anew_also_for_those_behind():
     assert run_together(3, work, timeout_s=4.0) == ["well"] * 3
 
 
+def test_the_first_rank_may_work_alone_for_longer_than_the_timeout():
+    """Until it sends something, which rank 4 does once rank 7 has waited for longer; then the timeout counts again."""
+    waited = threading.Event()
+
+    def work(peers: Peers) -> Any:
+        if peers.me == 0:
+            waited.wait(60.0)
+            peers.send(1, b"late", "a letter")
+            return None
+        checks: list[str] = []
+
+        def note(doing: str) -> None:
+            checks.append(doing)
+            if len(checks) > 20:
+                waited.set()
+
+        peers.timeout_s, peers._refuse = 1e-6, note
+        peers.let_first_work()
+        late = peers.receive(0, "a letter")
+        with pytest.raises(WaitTimeoutError, match="rank 4 has made no progress for 1e-06 s"):
+            peers.receive(0, "a letter")
+        return late
+
+    assert run_together(2, work) == [None, b"late"]
+
+
 def test_nothing_stays_in_the_store():
     store: Any = dist.HashStore()
 

@@ -131,6 +131,22 @@ def test_a_forward_of_a_held_model_is_progress(ranks):
     assert ranks(2).run(_held_forwards) == [1, 1]
 
 
+def _in_opposite_orders(rank: int, world: int) -> float:
+    """Both models have been evaluated, so each rank has yet to end the evaluation of the other's first."""
+    mesh, settings = init_device_mesh("cpu", (world,)), Settings(timeout_s=60.0)
+    models: list[Any] = [build(fully_shard, Case(counts=((1, 1),)), mesh, settings=settings) for _ in range(2)]
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        for model in models:
+            model(ids)
+        with session(modules=models[:: 1 - 2 * rank], timeout_s=60.0):
+            return float(models[rank](ids).sum())
+
+
+def test_ranks_may_give_several_models_in_another_order(ranks):
+    assert all(ranks(2).run(_in_opposite_orders))
+
+
 def _one_fails(rank: int, world: int) -> Any:
     """Rank 1 raises; rank 0 waits for all at the end, rank 2 computes and never waits."""
     layer = nn.Linear(1, 1)

@@ -4,6 +4,7 @@ import statistics
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.together import run_together
@@ -21,6 +22,10 @@ def test_against_the_statistics_module(scores):
     assert found.mean == pytest.approx(statistics.fmean(scores))
     assert found.variance == pytest.approx(statistics.variance(scores))
     assert found.consistency == max(scores.count(one) for one in scores) / len(scores)
+
+
+def test_scores_of_a_tensor():
+    assert sample_stability(torch.tensor([1.0, 1.0, 0.0])) == sample_stability([1.0, 1.0, 0.0])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scores", [[], [1.0], [1.0, float("nan")]])

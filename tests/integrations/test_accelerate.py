@@ -150,6 +150,97 @@ def test_units_are_accelerates_and_a_minibatch_may_have_unequal_counts(ranks) ->
     assert (len(few), len(many)) == (1, 3)
 
 
+def going_back(rank: int, world: int, old: bool) -> tuple[list[list[int]], list[list[int]]]:
+    """Three epochs of five batches; and those from the eighth on after a recovery. `old`: accelerate before 1.15."""
+    as_torchrun(rank, world)
+    from accelerate.utils import DataLoaderConfiguration
+
+    from odc.integrations.accelerate import RepeatableBatches
+
+    made = accelerator(None, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+    loader = made.prepare(torch.utils.data.DataLoader(torch.arange(20 * world), batch_size=4, shuffle=True))
+    skip = made.skip_first_batches
+
+    def skipped(*given: Any) -> Any:
+        rest = skip(*given)
+        rest.iteration = 0 if old else rest.iteration
+        return rest
+
+    made.skip_first_batches = skipped
+    batches = RepeatableBatches(made, loader)
+    all_of_them, kept = [], None
+    for number in range(15):
+        kept = batches.state_dict() if number == 7 else kept
+        all_of_them.append(next(batches).tolist())
+    batches.load_state_dict(kept or {})
+    return all_of_them, [next(batches).tolist() for _ in range(7, 15)]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_batches_go_on_in_the_epochs_own_order(ranks, old: bool) -> None:
+    for all_of_them, again in ranks(2).run(going_back, old):
+        assert again == all_of_them[7:]
+        assert all_of_them[5:7] != all_of_them[:2], "the case is not shuffled"
+
+
+class Buckets(torch.utils.data.BatchSampler):
+    """Batches of neighbours, in an order drawn from the global generator."""
+
+    def __init__(self) -> None:
+        super().__init__(range(8), 2, False)
+
+    def __iter__(self) -> Any:
+        return iter([[2 * i, 2 * i + 1] for i in torch.randperm(4).tolist()])
+
+
+class Epochs(Buckets):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+def orders(rank: int, world: int) -> dict[str, str]:
+    """Of each order of samples why `RepeatableBatches` refuses it, or nothing."""
+    from torch.utils.data import DataLoader, SubsetRandomSampler, WeightedRandomSampler
+
+    from odc.errors import ConfigError
+    from odc.integrations.accelerate import RepeatableBatches
+
+    as_torchrun(rank, world)
+    from accelerate.utils import DataLoaderConfiguration
+
+    given: dict[str, dict[str, Any]] = {
+        "sequential": {"batch_size": 2},
+        "listed": {"batch_size": 2, "sampler": [3, 1, 2, 0]},
+        "shuffled": {"batch_size": 2, "shuffle": True},
+        "seedable": {"batch_size": 2, "shuffle": True},
+        "subset": {"batch_size": 2, "sampler": SubsetRandomSampler(range(4))},
+        "weighted": {"batch_size": 2, "sampler": WeightedRandomSampler([1.0] * 8, 8)},
+        "buckets": {"batch_sampler": Buckets()},
+        "epochs": {"batch_sampler": Epochs()},
+    }
+    found = {}
+    for name, options in given.items():
+        as_torchrun(rank, world)
+        seeded = DataLoaderConfiguration(use_seedable_sampler=name != "shuffled")
+        made = accelerator(None, dataloader_config=seeded)
+        loader = made.prepare(DataLoader(torch.arange(8), **options))
+        try:
+            RepeatableBatches(made, loader)
+            found[name] = ""
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_order_that_depends_on_what_was_drawn_is_refused(ranks, world: int) -> None:
+    found = ranks(world).run(orders)[0]
+    assert "use_seedable_sampler=True" in found.pop("shuffled")
+    for name in ("subset", "weighted"):
+        assert "RandomSampler: give it set_epoch()" in found.pop(name)
+    assert "order of Buckets: give it set_epoch()" in found.pop("buckets")
+    assert set(found.values()) == {""}, found
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "version": ({"fsdp_version": 1}, {}, "use fsdp_version=2"),
     "offloading": ({"cpu_offload": True}, {}, "leave it out"),

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from odc import fully_shard
 from odc.errors import ConfigError, PeerLostError, UnsupportedError
 from odc.eval import session
-from odc.integrations._evaluation_harness import characters, document_owners
+from odc.integrations._evaluation_harness import RequestsDone, characters, document_owners, spread_requests
 from odc.integrations.lm_eval import evaluate
 
 needs_lm_eval = pytest.mark.skipif(
@@ -224,3 +224,13 @@ def test_requests_of_one_document_stay_together_and_work_is_even():
     assert abs(work[0] - work[1]) <= 2
     assert document_owners(requests, 3, None)[::2] == [0, 1, 2, 0, 1, 2, 0]
     assert document_owners([], 3, characters) == []
+
+
+def test_the_first_rank_may_compute_metrics_for_longer_than_the_timeout():
+    longer: list[int] = []
+    with session() as peers:
+        peers.let_first_work = lambda: longer.append(1)  # type: ignore[method-assign]
+        options: Any = {"pad": False, "cost": None, "after": lambda kind: None}
+        with pytest.raises(RequestsDone), spread_requests(SimpleNamespace(), [], peers, **options):
+            raise RequestsDone
+    assert longer == [1]

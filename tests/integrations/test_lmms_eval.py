@@ -93,7 +93,11 @@ def vowels(doc, results):
 
 
 def wrapped(model: Any, tokenizer: Any) -> Any:
-    """As a user wraps a model of their own: the picture's brightness is given in words."""
+    """As a user wraps a model of their own: the picture's brightness is given in words.
+
+    Its answers are texts, or lmms-eval's own class around them, with and without counts of tokens.
+    """
+    from lmms_eval.api.instance import GenerationResult, TokenCounts
     from lmms_eval.api.model import lmms
 
     class Tiny(lmms):
@@ -120,15 +124,17 @@ def wrapped(model: Any, tokenizer: Any) -> Any:
             return found
 
         @torch.no_grad()
-        def generate_until(self, requests: list[Any]) -> list[str]:
-            answers = []
+        def generate_until(self, requests: list[Any]) -> list[Any]:
+            answers: list[Any] = []
             for number, (context, options, doc_to_visual, doc_id, task, split) in enumerate(r.args for r in requests):
                 prompt = self._tokens(context, self._visuals(doc_to_visual, doc_id, task, split))
                 torch.manual_seed(100 * doc_id + number % REPEATS)  # runs of one document differ, on any rank alike
                 out = self.model.generate(
                     prompt, max_new_tokens=options["max_new_tokens"], do_sample=True, pad_token_id=1
                 )
-                answers.append(tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True))
+                text = tokenizer.decode(out[0, prompt.shape[1] :], skip_special_tokens=True)
+                counted = TokenCounts(prompt.shape[1], out.shape[1] - prompt.shape[1])
+                answers.append([text, GenerationResult(text), GenerationResult(text, counted)][doc_id % 3])
             return answers
 
         def generate_until_multi_round(self, requests: list[Any]) -> list[str]:
@@ -147,7 +153,7 @@ def manager(folder: str) -> Any:
 
 def essence(results: Any) -> Any:
     """Scores of each task, and of its logged samples what was asked and answered."""
-    kept = ("doc_id", "target", "resps", "filtered_resps", "right", "vowels")
+    kept = ("doc_id", "target", "resps", "filtered_resps", "token_counts", "right", "vowels")
     return results["results"], {
         task: [{key: sample[key] for key in kept if key in sample} for sample in some]
         for task, some in results["samples"].items()
@@ -187,6 +193,8 @@ def test_the_results_of_one_process(ranks, folder: str, world: int, limit: int |
     assert set(scores) == {"tiny_choice", "tiny_generation"}
     assert results == expected
     runs = [sample["resps"][0] for sample in samples["tiny_generation"]]
+    counted = [bool(sample["token_counts"][0]) for sample in samples["tiny_generation"]]
+    assert counted == [number % 3 == 2 for number in range(limit or 7)]
     assert {len(some) for some in runs} == {REPEATS} and any(len(set(some)) > 1 for some in runs)
     for some in samples.values():
         assert [sample["doc_id"] for sample in some] == list(range(limit or 7))

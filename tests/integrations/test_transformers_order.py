@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.trainers import arguments, as_torchrun, model, padded, samples
 
 pytestmark = pytest.mark.skipif(
@@ -14,6 +15,83 @@ pytestmark = pytest.mark.skipif(
     reason="needs transformers and accelerate: make test-integrations",
 )
 LONG = [60, 22, 22, 22] * 4
+
+
+class Drawn(torch.utils.data.Sampler[int]):
+    """An order drawn from torch's own generator."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(12)[:6].tolist())
+
+
+class Turned(Drawn):
+    """An order that depends on the epoch alone."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter([(i + self.epoch) % 12 for i in range(6)])
+
+
+def planned(order: Any, rank: int) -> list[list[list[int]]]:
+    """Of two epochs, the samples of a rank in each step of four samples of all ranks."""
+    from odc.balance import linear_cost
+    from odc.integrations.transformers_balance import PlannedSteps
+
+    steps = PlannedSteps(
+        order, [5] * 12, 4, 10, linear_cost, rank=rank, world=2, seed=3, epoch=lambda: 0, drop_last=False
+    )
+    found = []
+    for epoch in range(2):
+        steps.set_epoch(epoch)
+        torch.rand(1 + rank)  # dropout in unequal microbatches
+        found.append([[row for one in step for row in one.rows] for step in steps])
+        assert len(found[-1]) == len(steps)
+    return found
+
+
+@pytest.mark.parametrize("kind", [Drawn, Turned])
+def test_ranks_share_an_order_of_any_length_without_a_generator(kind: Any) -> None:
+    """Of six of twelve samples, in a step of four and one of two."""
+    epochs = [
+        [[*one, *other] for one, other in zip(*both, strict=True)]
+        for both in zip(planned(kind(), 0), planned(kind(), 1), strict=True)
+    ]
+    assert [[len(step) for step in steps] for steps in epochs] == [[4, 2]] * 2
+    rows = [[row for step in steps for row in step] for steps in epochs]
+    assert [len(set(one)) for one in rows] == [6, 6], "ranks have drawn different orders"
+    assert rows[0] != rows[1]
+
+
+def test_a_row_without_tokens_is_named_when_the_loader_is_made() -> None:
+    from odc.errors import ConfigError
+    from odc.integrations.transformers_balance import lengths_of
+
+    with pytest.raises(ConfigError, match="row 1 of the dataset, which has no tokens"):
+        lengths_of([{"input_ids": ids} for ids in ([1], [], [1, 2], [])], "length")
+
+
+def test_the_tensors_of_a_planned_step_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    from odc.integrations.transformers_balance import PlannedMicrobatch, StepOfRank
+    from odc.integrations.transformers_pieces import SplitSamples
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 100)
+    rows = [padded(samples([length])) for length in (2, 3)]
+    step = pin_memory(StepOfRank.of([SplitSamples(None, {7: rows[0]}), PlannedMicrobatch(rows[1], 0.5)]))  # type: ignore[arg-type]
+    assert isinstance(step, StepOfRank) and step.microbatches[0].weight == 0.5
+    pinned = [step.split.rows[7], step.microbatches[0].rows]  # type: ignore[union-attr]
+    for ours, theirs in zip(pinned, rows, strict=True):
+        assert {name: tensor.tolist() for name, tensor in ours.items()} == {
+            name: (tensor + 100).tolist() for name, tensor in theirs.items()
+        }
 
 
 def drawn(

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from odc.balance import Cost, Plan, quadratic
+from odc.balance import Cost, Plan
+from odc.balance.cost import VERL_WORKLOAD
 from odc.balance.karmarkar_karp import karmarkar_karp
+from odc.balance.packing import small_at_both_ends
 from odc.errors import PlanError
 from odc.experiments.config import GrpoConfig
 
-#: What verl weighs a sample of l tokens with.
-VERL_WORKLOAD: Cost = quadratic(24576, 1)
 _EPSILON = 1e-6
 _LARGEST_LOG = 20.0
 
@@ -99,13 +99,9 @@ def verl_plan(lengths: Sequence[int], ranks: int, max_tokens: int, cost: Cost) -
         if all(bins and sum(lengths[i] for i in bins) <= max_tokens for rank in split for bins in rank):
             break
         count += 1
-    return Plan.of([_small_at_both_ends(rank, work) for rank in split], [cost(length) for length in lengths])
+    ordered = [small_at_both_ends(sorted(rank, key=lambda some: -sum(work[i] for i in some))) for rank in split]
+    return Plan.of(ordered, [cost(length) for length in lengths])
 
 
 def _falling(work: Sequence[float], some: Sequence[int]) -> list[int]:
     return sorted(some, key=lambda i: (-work[i], i))
-
-
-def _small_at_both_ends(bins: list[list[int]], work: Sequence[float]) -> list[list[int]]:
-    falling = sorted(bins, key=lambda some: -sum(work[i] for i in some))
-    return falling[::2][::-1] + falling[1::2]

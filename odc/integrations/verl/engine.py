@@ -29,6 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWith
 from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batches
 
 from odc.balance import Cost, cost_of
+from odc.balance.cost import VERL_WORKLOAD
 from odc.errors import OdcError, UnsupportedError
 from odc.fsdp import fully_shard
 from odc.integrations.verl.config import options_of
@@ -44,7 +45,7 @@ from odc.integrations.verl.pieces import (
 )
 from odc.integrations.verl.published import PublishedReader, published_here
 from odc.integrations.verl.rebalance import move_rows, owners_of, refuse_long, refuse_losses
-from odc.integrations.verl.seqlen_balancing import WORKLOAD, rearrange_micro_batches, row_lengths
+from odc.integrations.verl.seqlen_balancing import rearrange_micro_batches, row_lengths
 from odc.integrations.verl.units import units_of
 from odc.split import SamplePiece, ranks_of_host
 
@@ -197,7 +198,7 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         if self.model_config.model_type == "value_model":
             sizes["vocab_size"] = 1
         checkpointing = self.model_config.enable_gradient_checkpointing
-        return cost_of(sizes, checkpointing=checkpointing, otherwise=WORKLOAD)
+        return cost_of(sizes, checkpointing=checkpointing, otherwise=VERL_WORKLOAD)
 
 
 def _as_of_fsdp2(loss_function: Any) -> Any:

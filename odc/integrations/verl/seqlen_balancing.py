@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from odc.balance import Cost, partition, quadratic
-from odc.balance.packing import pack, pack_evenly
+from odc.balance import partition
+from odc.balance.cost import VERL_WORKLOAD
+from odc.balance.packing import pack, pack_evenly, small_at_both_ends
 from odc.balance.partition import refine
 from odc.errors import PlanError
-
-#: verl's weight of a sample of l tokens: attention and matrices of width 4096, in units of 6 * 4096 FLOPs.
-WORKLOAD: Cost = quadratic(24576, 1)
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
@@ -67,7 +65,7 @@ def rearrange_micro_batches(
         raise PlanError(f"a batch of {len(lengths)} samples does not divide into groups of {size}")
     starts = range(0, len(lengths), size)
     tokens = [sum(lengths[at : at + size]) for at in starts]
-    work = [sum(WORKLOAD(length) for length in lengths[at : at + size]) for at in starts]
+    work = [sum(VERL_WORKLOAD(length) for length in lengths[at : at + size]) for at in starts]
     order = sorted(range(len(tokens)), key=lambda g: (-work[g], g))
     # All ranks learn of a problem before any of them raises: a rank that raised alone would leave its peers waiting.
     fits = max(tokens) <= max_token_len
@@ -83,8 +81,7 @@ def rearrange_micro_batches(
         raise PlanError(f"{count} microbatches are needed, but a rank has only {-fewest_groups} samples or groups")
     bins = _bins(tokens, work, order, count, max_token_len)
     if use_dynamic_bsz_balance:
-        bins.sort(key=lambda bin_: (-sum(work[g] for g in bin_), -bin_[0]))
-        bins = bins[::2][::-1] + bins[1::2]
+        bins = small_at_both_ends(sorted(bins, key=lambda bin_: (-sum(work[g] for g in bin_), -bin_[0])))
     indices = [[g * size + i for g in bin_ for i in range(size)] for bin_ in bins]
     return [_select(batch, some) for some in indices], indices
 

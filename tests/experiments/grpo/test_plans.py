@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc.balance import linear_cost
+from odc.balance.cost import VERL_WORKLOAD
 from odc.errors import PlanError
-from odc.experiments.grpo.objective import VERL_WORKLOAD, verl_plan
+from odc.experiments.grpo.objective import verl_plan
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=2, max_size=40).filter(lambda lengths: len(lengths) % 2 == 0)
 

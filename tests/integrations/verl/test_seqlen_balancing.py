@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.verl import import_verl, needs_verl
 
+from odc.balance.cost import VERL_WORKLOAD
 from odc.errors import PlanError
 from odc.integrations.verl import get_seqlen_balanced_partitions, rearrange_micro_batches
-from odc.integrations.verl.seqlen_balancing import WORKLOAD
 
 
 def verls_own() -> Any:
@@ -53,7 +53,7 @@ def test_as_even_as_verls(equal_size: bool):
         parts = draw.randint(1, 8)
         lengths = [min(9999, int(draw.lognormvariate(6, 1)) + 1) for _ in range(parts * draw.randint(1, 12))]
         work = own.calculate_workload(torch.tensor(lengths)).tolist()
-        assert work == [int(WORKLOAD(length)) for length in lengths]
+        assert work == [int(VERL_WORKLOAD(length)) for length in lengths]
         theirs = own.get_seqlen_balanced_partitions(work, parts, equal_size)
         ours = get_seqlen_balanced_partitions(work, parts, equal_size)
         assert [len(part) > 0 for part in ours] == [len(part) > 0 for part in theirs]
@@ -164,5 +164,5 @@ def test_microbatches_as_few_and_as_even_as_verls(size: int) -> None:
             assert type(rows) is type(batch)
             assert [row.tolist() for row in rows["input_ids"].unbind()] == [[i] * lengths[i] for i in some]
         if len(ours) == len(theirs):
-            work = [WORKLOAD(length) for length in lengths]
+            work = [VERL_WORKLOAD(length) for length in lengths]
             assert longest(work, ours) <= longest(work, theirs) * 1.01
