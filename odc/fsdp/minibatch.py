@@ -240,11 +240,14 @@ class Minibatch:
         Inside `with model.minibatch()` the end of the block ends it, in manual mode `finalize_backward()` does.
         Elsewhere this call does: it waits for the other ranks, whose last backward raises the error.
         """
+        self._abandon(reason, ends=self.ends_by_backward)
+
+    def _abandon(self, reason: str, *, ends: bool) -> None:
         if self.state is not RootState.OPEN:
             return
         self._iteration.reset(self._groups)
         self._give_up(reason)
-        if self.ends_by_backward:
+        if ends:
             self._close()
             self.collect()
 
@@ -258,10 +261,12 @@ class Minibatch:
         """Clear torch's state after an exception that the training loop has caught; outside of a backward.
 
         An interrupted forward has pushed nothing and costs its microbatch. An interrupted backward costs the minibatch:
-        part of its gradients is at their owners already.
+        part of its gradients is at their owners already. In a plain loop the minibatch ends here only if that backward
+        was marked as the last; otherwise the backward that is marked so ends it, and raises on this rank too.
         """
         if self._iteration.backward_cut_short():
-            self.abandon("a backward ended with an exception, which the training loop has caught")
+            reason = "a backward ended with an exception, which the training loop has caught"
+            self._abandon(reason, ends=self.ends_by_backward and self._iteration.cut_short_last())
         elif self._iteration.forward_cut_short():
             self._iteration.reset(self._groups)
 
