@@ -306,6 +306,11 @@ def mesh_of(group: FSDPParamGroup) -> tuple[tuple[int, ...], int, bool]:
     return tuple(rank for replica in replicas for rank in replica), shards, True
 
 
+def is_hybrid(group: FSDPParamGroup) -> bool:
+    """Whether a group's mesh has replicas of its shards, perhaps one."""
+    return group.mesh_info.mesh.ndim == 2
+
+
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """The 1-D mesh of all ranks of a mesh with dimension names; the same object every time."""
     return mesh._flatten()

@@ -153,7 +153,15 @@ class OdcModule(compat.FSDPModule):
         compat.set_synced(compat.state_of(self), requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """No-op: replicas are summed once, at the end of the minibatch."""
+        """On a hybrid mesh, on the root, as `set_is_last_backward`: replicas are summed at the end of the minibatch.
+
+        FSDP2 writes no gradients before that sum either. On another mesh this has no effect, as in FSDP2.
+        """
+        if not any(group.odc_node_size or compat.is_hybrid(group) for group in sharded_groups(cast(nn.Module, self))):
+            return
+        if not recurse:
+            _refuse("set_requires_all_reduce(recurse=False)", "a minibatch ends for all units together")
+        self.set_is_last_backward(requires_all_reduce)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Refused: there is no all-gather."""
