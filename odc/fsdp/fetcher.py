@@ -129,7 +129,7 @@ class FetchedGroup(compat.UnorderedGroup):
     """What a torch parameter group keeps of its fetches. Never constructed: a group's class is set (see `adopt`).
 
     Attributes:
-        odc_fills_unused: whether parameters that no rank has used get a gradient of zeros.
+        odc_fills_unused: whether parameters that no rank has used get zeros, once their unit has had gradients.
     """
 
     odc_params: list[ShardedParam]

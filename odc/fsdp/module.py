@@ -189,7 +189,8 @@ class OdcModule(compat.FSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """As in FSDP2 (torch 2.13), on every torch: whether parameters that no rank has used get a gradient of zeros.
 
-        Parameters that some rank has used have one on every rank anyway.
+        Parameters that some rank has used have one on every rank anyway; those of a unit that has had no gradient in
+        any minibatch so far get none.
         """
         own = compat.groups_of_state(compat.state_of(self))
         for group in sharded_groups(cast(nn.Module, self)):
