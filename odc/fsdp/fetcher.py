@@ -35,8 +35,10 @@ class Fetch:
 
     def wait(self) -> None:
         """Return when the unsharded parameters hold the published values; fetches here if no thread has begun."""
-        self.job.result()
-        self.follow()
+        try:
+            self.job.result()
+        finally:
+            self.follow()  # also where an error cut the copies short: the memory may have another use next
         for param, values in zip(self.params, self.by_shard, strict=True):
             if param.shard_dim:
                 param.rearrange(values, self.shards)
