@@ -6,6 +6,7 @@ The folder is `triton_kernels/` in the repository and is installed as `odc.kerne
 from odc.kernels.accumulate import ScatterPlan, accumulate, scatter
 from odc.kernels.add import AddPlan, add, add_all
 from odc.kernels.differ import differ
+from odc.kernels.dtypes import converts
 from odc.kernels.gather import GatherPlan, gather
 from odc.kernels.get import get
 from odc.kernels.launch import refuse_compiled
@@ -30,6 +31,7 @@ __all__ = [
     "accumulate",
     "add",
     "add_all",
+    "converts",
     "differ",
     "fixed_rows",
     "gather",

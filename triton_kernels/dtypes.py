@@ -35,9 +35,14 @@ def kernel_dtype(dtype: torch.dtype) -> Any:
     return _TRITON[dtype]
 
 
+def converts(source: torch.dtype, to: torch.dtype) -> bool:
+    """Whether kernels bring `source` to `to`: any type as it is, and those that triton knows to each other."""
+    return source == to or (source in _TRITON and to in _TRITON)
+
+
 def word_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The widest integer type in whose words tensors of all these types can be copied."""
-    return _WORDS[min((dtype.itemsize for dtype in dtypes), default=1)]
+    """The widest integer type in whose words tensors of all these types can be copied; complex128 has two a number."""
+    return _WORDS[min(8, min((dtype.itemsize for dtype in dtypes), default=1))]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> Any:

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from odc.errors import UnsupportedError
 from odc.kernels.dtypes import cast, kernel_dtype, word_dtype
 from odc.kernels.launch import PreparedLaunch, ceil_div, contiguous, prepared
 from odc.kernels.rows import row_numbers, row_of
@@ -191,6 +192,8 @@ def _launches(
     pairs: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, ...]]] = {}
     for columns, source, to in pieces:
         if source == to:  # copied as integers, whatever they are
+            if to.itemsize > 8:
+                raise UnsupportedError(f"changes are packed of numbers of 8 bytes at most, not of {to}")
             source = to = word_dtype([to])
         pairs.setdefault((to, source), []).append(columns)
     found = []

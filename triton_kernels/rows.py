@@ -105,12 +105,15 @@ def _launches(
     """(launch, programs, numbers of the table, rows) for each pair of dtypes."""
     groups: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int, int]]] = {}
     for number, (source, target, n, origin, to) in enumerate(pairs):
-        groups.setdefault((to, origin), []).append((source, target, n, number))
+        words = 1
+        if to == origin:  # copied in words, whatever they are
+            origin = word_dtype([to])
+            words, to = to.itemsize // origin.itemsize, origin
+        groups.setdefault((to, origin), []).append((source, target, n * words, number))
     found = []
     for (to, origin), columns in groups.items():
         size = block or block_of(kernel, max(to.itemsize, origin.itemsize), max(column[2] for column in columns))
         programs = [ceil_div(column[2], size) for column in columns]
-        written, read = (word_dtype([to]),) * 2 if to == origin else (to, origin)
-        run = prepared(kernel, device, kernel_dtype(written), kernel_dtype(read), size)
+        run = prepared(kernel, device, kernel_dtype(to), kernel_dtype(origin), size)
         found.append((run, sum(programs), *row_numbers(programs, columns)))
     return found

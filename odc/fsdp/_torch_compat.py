@@ -198,6 +198,10 @@ class Iteration:
         """Whether a backward ended with an exception; to be asked outside of a backward."""
         return self.final_callback_queued() and not is_in_backward()
 
+    def cut_short_last(self) -> bool:
+        """Whether the backward that ended with an exception was marked as the last."""
+        return bool(getattr(self._root._state_ctx, "odc_marked_last", True))
+
     def forward_cut_short(self) -> bool:
         """Whether a forward ended with an exception; to be asked outside of a forward."""
         root = self._root._state_ctx.iter_forward_root
@@ -217,6 +221,12 @@ class Iteration:
             state._training_state = TrainingState.IDLE
         context.iter_forward_root = None
         context.post_backward_final_callback_queued = False
+
+
+def note_mark(state: FSDPState) -> None:
+    """Note in the running backward how it is marked: the loop may mark the next one before an exception is seen to."""
+    context: Any = state._state_ctx
+    context.odc_marked_last = context.is_last_backward
 
 
 def make_idle(group: FSDPParamGroup) -> None:
@@ -294,6 +304,11 @@ def mesh_of(group: FSDPParamGroup) -> tuple[tuple[int, ...], int, bool]:
             "mesh the ranks of a process group must rise"
         )
     return tuple(rank for replica in replicas for rank in replica), shards, True
+
+
+def is_hybrid(group: FSDPParamGroup) -> bool:
+    """Whether a group's mesh has replicas of its shards, perhaps one."""
+    return group.mesh_info.mesh.ndim == 2
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:

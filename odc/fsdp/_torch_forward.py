@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from odc.fsdp._torch_compat import FSDPModule, FSDPState, TrainingState, lacking, state_of
+from odc.fsdp._torch_compat import FSDPModule, FSDPState, TrainingState, lacking, note_mark, state_of
 
 # What a method is replaced by when it is registered as a forward method.
 _METHODS = [
@@ -24,7 +24,11 @@ _METHODS = [
 
 if "_pre_forward" not in {name for code in _METHODS for name in code.co_names}:
     raise lacking("register_fsdp_forward_method.wrapped_method")
-for _owner, _name in ((nn.Module, "_call_impl"), (FSDPState, "_pre_forward")):
+for _owner, _name in (
+    (nn.Module, "_call_impl"),
+    (FSDPState, "_pre_forward"),
+    (FSDPState, "_register_root_post_backward_final_callback"),
+):
     if not hasattr(_owner, _name):
         raise lacking(f"{_owner.__name__}.{_name}")
 
@@ -44,6 +48,10 @@ class OdcState(FSDPState):
         # Only registered methods look this up here: torch's hook of the module was bound before the class was set.
         self.odc_before(module, args)
         return super()._pre_forward(module, args, kwargs)
+
+    def _register_root_post_backward_final_callback(self) -> None:
+        note_mark(self)
+        super()._register_root_post_backward_final_callback()
 
 
 def hook_methods(module: FSDPModule, before: Callable[[nn.Module, Any], None]) -> None:

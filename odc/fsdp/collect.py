@@ -102,7 +102,7 @@ class Collector:
                 divide = group.gradient_divide_factor or float(len(layout.grid.ranks))
                 into = layout.mine.accumulator(unit) if self._views else None
                 write_gradients(self._member.reduction, unit, group.odc_params, flags, divide, into)
-                if group.odc_fills_unused:
+                if group.odc_fills_unused and self._seen[base : base + len(unit.params)].any():
                     fill_unused(unit, group.odc_params, flags)
         finally:
             self.writing = False

@@ -35,8 +35,10 @@ class Fetch:
 
     def wait(self) -> None:
         """Return when the unsharded parameters hold the published values; fetches here if no thread has begun."""
-        self.job.result()
-        self.follow()
+        try:
+            self.job.result()
+        finally:
+            self.follow()  # also where an error cut the copies short: the memory may have another use next
         for param, values in zip(self.params, self.by_shard, strict=True):
             if param.shard_dim:
                 param.rearrange(values, self.shards)
@@ -129,7 +131,7 @@ class FetchedGroup(compat.UnorderedGroup):
     """What a torch parameter group keeps of its fetches. Never constructed: a group's class is set (see `adopt`).
 
     Attributes:
-        odc_fills_unused: whether parameters that no rank has used get a gradient of zeros.
+        odc_fills_unused: whether parameters that no rank has used get zeros, once their unit has had gradients.
     """
 
     odc_params: list[ShardedParam]

@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from odc.errors import AbandonedMinibatchError, OdcError, culprit_of
 from odc.fsdp import _torch_compat as compat
 from odc.fsdp import refusals
@@ -35,7 +37,7 @@ class OpenEpoch:
     pushed: bool = False
     given_up: str | None = None  # why this rank abandons it
     finalized: set[int] = field(default_factory=set)  # groups for which a last backward is over
-    window: Mark | None = None  # in the trace, from the epoch's first use on
+    window: Mark | None = None  # in the trace, from the epoch's first use with gradients on
 
 
 class Minibatch:
@@ -61,7 +63,7 @@ class Minibatch:
         self.explicit = self.manual = False
         self.current = OpenEpoch()
         self.last = LastPushes(len(groups))
-        # Of a model that is only evaluated no epoch ends: a window of the trace would stay open around all others.
+        # Of a frozen model no epoch ends: a window of the trace would stay open around all others.
         self._trains = any(spec.trained for unit in member.layout.units for spec in unit.params)
         self._kept = False  # units may hold unsharded parameters although the minibatch has ended
 
@@ -95,7 +97,8 @@ class Minibatch:
         refusals.refuse_early_begin(self._who(), self.state)
         if self.state is RootState.CLOSED:
             self._open()
-        if self.current.window is None and self._trains:
+        # An evaluation is no part of a step, though it may share the epoch or have no end.
+        if self.current.window is None and self._trains and (torch.is_grad_enabled() or compat.is_in_backward()):
             self.current.window = recorder().window(recorder().before + self.epoch)
             self.current.window.__enter__()
 
@@ -240,11 +243,14 @@ class Minibatch:
         Inside `with model.minibatch()` the end of the block ends it, in manual mode `finalize_backward()` does.
         Elsewhere this call does: it waits for the other ranks, whose last backward raises the error.
         """
+        self._abandon(reason, ends=self.ends_by_backward)
+
+    def _abandon(self, reason: str, *, ends: bool) -> None:
         if self.state is not RootState.OPEN:
             return
         self._iteration.reset(self._groups)
         self._give_up(reason)
-        if self.ends_by_backward:
+        if ends:
             self._close()
             self.collect()
 
@@ -258,10 +264,12 @@ class Minibatch:
         """Clear torch's state after an exception that the training loop has caught; outside of a backward.
 
         An interrupted forward has pushed nothing and costs its microbatch. An interrupted backward costs the minibatch:
-        part of its gradients is at their owners already.
+        part of its gradients is at their owners already. In a plain loop the minibatch ends here only if that backward
+        was marked as the last; otherwise the backward that is marked so ends it, and raises on this rank too.
         """
         if self._iteration.backward_cut_short():
-            self.abandon("a backward ended with an exception, which the training loop has caught")
+            reason = "a backward ended with an exception, which the training loop has caught"
+            self._abandon(reason, ends=self.ends_by_backward and self._iteration.cut_short_last())
         elif self._iteration.forward_cut_short():
             self._iteration.reset(self._groups)
 
@@ -327,8 +335,8 @@ class Minibatch:
     def publish(self) -> None:
         """Show changed weights to the peers: close the epoch and open the next. UnfinishedMinibatchError after a push.
 
-        The epoch's window in the trace begins at its first use: a rank may publish for readers outside the job and
-        wait.
+        The epoch's window in the trace begins at its first use with gradients: a rank may publish for readers outside
+        the job and wait.
         """
         self.refuse_capture()
         self.close_evaluation("publish()")

@@ -154,7 +154,15 @@ class OdcModule(compat.FSDPModule):
         compat.set_synced(compat.state_of(self), requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """No-op: replicas are summed once, at the end of the minibatch."""
+        """On a hybrid mesh, on the root, as `set_is_last_backward`: replicas are summed at the end of the minibatch.
+
+        FSDP2 writes no gradients before that sum either. On another mesh this has no effect, as in FSDP2.
+        """
+        if not any(group.odc_node_size or compat.is_hybrid(group) for group in sharded_groups(cast(nn.Module, self))):
+            return
+        if not recurse:
+            _refuse("set_requires_all_reduce(recurse=False)", "a minibatch ends for all units together")
+        self.set_is_last_backward(requires_all_reduce)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Refused: there is no all-gather."""
@@ -182,7 +190,8 @@ class OdcModule(compat.FSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """As in FSDP2 (torch 2.13), on every torch: whether parameters that no rank has used get a gradient of zeros.
 
-        Parameters that some rank has used have one on every rank anyway.
+        Parameters that some rank has used have one on every rank anyway; those of a unit that has had no gradient in
+        any minibatch so far get none.
         """
         own = compat.groups_of_state(compat.state_of(self))
         for group in sharded_groups(cast(nn.Module, self)):

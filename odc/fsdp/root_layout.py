@@ -134,7 +134,8 @@ def unit_of(index: int, group: OdcParamGroup, settings: Settings, coarse: Collec
     ]
     frozen = {name for name, _, _ in params} - {param.name for param in trained}
     wide = any(torch.float64 in (param.own_dtype, param.reduce_dtype, param.gradient_dtype) for param in trained)
-    return UnitSpec.build(index, name, params, accumulator_dtype(settings.reproducible or wide), frozen, coarse)
+    own, sums = {param.name: param.own_dtype for param in group.odc_params}, settings.reproducible or wide
+    return UnitSpec.build(index, name, params, accumulator_dtype(sums), frozen, coarse, own)
 
 
 def identity_of(sequence: int, grid: RankGrid) -> str:

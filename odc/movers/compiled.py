@@ -17,13 +17,14 @@ from odc.kernels import (
     RoundingPlan,
     ScatterPlan,
     UnitChanges,
+    converts,
     differ,
     fixed_rows,
     pack,
     passing_table,
     reserve_tables,
 )
-from odc.movers import driver, triton
+from odc.movers import cpu, driver, triton
 from odc.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources, Sums, Values
 from odc.movers.plans import PackedUnit
 
@@ -39,7 +40,6 @@ class CompiledMover(CudaMover):
         self._scatters: dict[tuple[object, ...], ScatterPlan] = {}
         self._stages: dict[tuple[object, ...], EngineCopies] = {}
 
-    publish = staticmethod(triton.publish)
     add = staticmethod(triton.add)
     accumulate = staticmethod(triton.accumulate)
 
@@ -75,9 +75,19 @@ class CompiledMover(CudaMover):
         """See `DeviceMover.rounding`; each of its calls is one launch."""
         return RoundingPlan(params, device, make_rows=fixed_rows)
 
+    def publish(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+        """See `DataMover.publish`; one launch a pair of dtypes."""
+        ours, theirs = _divided(places, shards)
+        triton.publish(*ours)
+        if theirs[0]:
+            cpu.publish(*theirs)
+
     def differ(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], found: torch.Tensor) -> None:
-        """See `DeviceMover.differ`; one launch a pair of dtypes, and no memory."""
-        differ(places, shards, found)
+        """See `DeviceMover.differ`; one launch a pair of dtypes, and no memory but for what torch converts."""
+        ours, theirs = _divided(places, shards)
+        differ(*ours, found)
+        if theirs[0]:
+            super().differ(*theirs, found)
 
     def _gather_rest(
         self,
@@ -183,6 +193,25 @@ class CompiledMover(CudaMover):
         table = passing_table(bases, device)
         for first, count in _runs([shard for shard, _ in memories], shards):
             plan.run(values.addresses, table, first, count)
+
+
+_Pairs = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # places and shards
+
+
+def _divided(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> tuple[_Pairs, _Pairs]:
+    """(what kernels move, what torch must convert), each with nothing in the place of what is the other's; the second
+    has no pairs at all where kernels can move everything.
+    """
+    pairs = list(zip(places, shards, strict=True))
+    known = [converts(shard.dtype, place.dtype) for place, shard in pairs]
+    if all(known):
+        return (places, shards), ((), ())
+
+    def only(which: bool) -> _Pairs:
+        kept = [pair if one == which else (pair[0][:0],) * 2 for pair, one in zip(pairs, known, strict=True)]
+        return [place for place, _ in kept], [shard for _, shard in kept]
+
+    return only(True), only(False)
 
 
 def _runs(order: Sequence[int], shards: int) -> list[tuple[int, int]]:

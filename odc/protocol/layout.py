@@ -95,13 +95,12 @@ class HeapLayout(Regions):
             return []
 
     def _try_packing(self, mover: DeviceMover) -> None:
-        """Pack one number of each dtype, of its own and of fp32; raises whatever keeps kernels from that."""
+        """Pack one number of each dtype of shards and places that occurs; raises whatever keeps kernels from that."""
         device = self.heap.device
-        for dtype in {spec.dtype for unit in self.units for spec in unit.params}:
-            for shard in {dtype, torch.float32}:
-                place, one = torch.zeros(8, dtype=dtype, device=device)[:1], torch.ones(1, dtype=shard, device=device)
-                into = torch.zeros(64, dtype=torch.uint8, device=device)
-                mover.pack([([place], [place], [one], into)], torch.zeros(1, dtype=torch.int32, device=device))
+        for shard, dtype in {(spec.own_dtype or spec.dtype, spec.dtype) for unit in self.units for spec in unit.params}:
+            place, one = torch.zeros(8, dtype=dtype, device=device)[:1], torch.ones(1, dtype=shard, device=device)
+            into = torch.zeros(64, dtype=torch.uint8, device=device)
+            mover.pack([([place], [place], [one], into)], torch.zeros(1, dtype=torch.int32, device=device))
         self.heap.lanes.settle()
 
     def _make_rounding(self) -> Sequence[Rounding] | None:

@@ -6,7 +6,7 @@ FSDP2 pads them, so a block of a push may span parameters. Frozen parameters hav
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ class ParamSpec:
 
     `published_offset` is in bytes in the unit's published region, `accumulator_offset` in elements in its accumulator,
     where only what is `trained` has a place: no other gradient may be pushed. `coarse`: its sums cross to other hosts
-    as int8.
+    as int8. `own_dtype` is the shard's, where it is known; what ranks read is all of `dtype`.
     """
 
     name: str
@@ -33,6 +33,7 @@ class ParamSpec:
     accumulator_offset: int
     trained: bool = True
     coarse: bool = False
+    own_dtype: torch.dtype | None = None
 
     @property
     def nbytes(self) -> int:
@@ -68,14 +69,16 @@ class UnitSpec:
         accumulator_dtype: torch.dtype,
         frozen: Collection[str] = (),
         coarse: Collection[str] = (),
+        own: Mapping[str, torch.dtype] | None = None,
     ) -> UnitSpec:
         """Lay out `params`, given as (name, elements of a padded shard, compute dtype); `frozen` and `coarse` are names
-        of them.
+        of them, and `own` the dtypes of their shards.
         """
         specs: list[ParamSpec] = []
         at_byte = at_element = pushed = 0
         for param, numel, dtype in params:
-            spec = ParamSpec(param, numel, dtype, at_byte, at_element, param not in frozen, param in coarse)
+            kinds = param not in frozen, param in coarse, (own or {}).get(param)
+            spec = ParamSpec(param, numel, dtype, at_byte, at_element, *kinds)
             specs.append(spec)
             room = round_up(spec.nbytes, _ALIGN)
             at_byte += room

@@ -101,8 +101,6 @@ class StateSlot:
         """Copy a state; returns when all of it is there, also what devices copy."""
         mapping = self._mapping()
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        if devices:
-            self._pin()
         for (start, *shape), tensor in zip(table, tensors, strict=True):
             if tensor.numel():
                 mapping.tensor(tensor.dtype, start, tensor.numel()).view(shape).copy_(tensor, non_blocking=True)
@@ -110,7 +108,8 @@ class StateSlot:
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
-    def _pin(self) -> None:
+    def pin(self) -> None:
+        """Before a device copies into it; HeapMemoryError if CUDA refuses. Until it grows or closes."""
         mapping = self._mapping()
         if self._pinned is None or self._pinned.mapping is not mapping:
             self._unpin()
@@ -202,18 +201,21 @@ class Slots:
             table.append((at, *tensor.shape))
             at = round_up(at + tensor.nbytes, _ALIGN)
         text = pickle.dumps(([(tensor.dtype, *one) for tensor, one in zip(tensors, table, strict=True)], text))
-        self._put(step, Extent(at, len(text)), lambda slot: slot.fill(tensors, table, at, text))
+        on_device = any(tensor.is_cuda for tensor in tensors)
+        self._put(step, Extent(at, len(text)), lambda slot: slot.fill(tensors, table, at, text), pinned=on_device)
 
     def receive(self, step: int, extent: Extent, read: Callable[[torch.Tensor], object]) -> None:
         """As `write`, where another process has: `read` fills memory with the bytes that are its `shown` there."""
         self._put(step, extent, lambda slot: read(slot.state(extent)))
 
-    def _put(self, step: int, extent: Extent, fill: Callable[[StateSlot], object]) -> None:
+    def _put(self, step: int, extent: Extent, fill: Callable[[StateSlot], object], *, pinned: bool = False) -> None:
         for slot in self._slots:  # both, or the memory might run out in the middle of the training
             if extent.end > slot.nbytes:  # with room for a text twice as long: to grow maps all of the slot anew
                 slot.grow(extent.end + extent.text_bytes)
         kept = {one.word(SlotWord.STEP): one for one in self._slots}
         slot = kept.get(1 + step) or kept[min(kept)]  # a job may begin twice at its first step
+        if pinned:
+            slot.pin()
         words = slot.words()
         words.store(SlotWord.STEP, 0)
         words.fence()  # no byte of the new state is there before the old one has ceased to count

@@ -155,6 +155,18 @@ def test_in_a_plain_loop_the_next_forward_ends_the_minibatch_of_a_failed_backwar
     assert [rank.machine.epoch for rank in two] == [2, 2]
 
 
+def test_in_a_plain_loop_a_failed_backward_that_was_not_the_last_leaves_the_minibatch_open(two: list[Rank]) -> None:
+    for rank in two:
+        rank.machine.begin()
+    two[0].iteration.cut_short, two[0].iteration.marked_last = "backward", False
+    two[0].machine.recover()
+    two[0].machine.recover()
+    assert two[0].iteration.resets == 1 and states(two) == [RootState.OPEN] * 2
+    two[0].push(0, 1.0)
+    two[1].push(0, 1.0)
+    assert_abandoned(two, 10, "a backward ended with an exception")
+
+
 def test_reset_gives_up_what_was_pushed_and_nothing_else(two: list[Rank]) -> None:
     begin(two)
     two[0].machine.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from typing import Any
@@ -165,6 +166,27 @@ def test_minibatch_is_for_the_root_and_not_nested(rank: int, world: int) -> None
     with pytest.raises(OdcError, match="root"):
         model.layers[0].minibatch().__enter__()
     backward(model, rank, 1)
+
+
+@on_ranks(2)
+def test_a_gradient_penalty_in_a_block(rank: int, world: int) -> None:
+    """`autograd.grad` is a backward too, of a graph whose weights the second one needs."""
+    found = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        if sharded:
+            for part in (model[0], model[2], model):
+                fully_shard(part)
+            model.set_reshard_after_backward(False)
+        with model.minibatch() if sharded else contextlib.nullcontext():
+            x = torch.arange(8.0).view(2, 4).requires_grad_()  # the same on both ranks
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+            slope.square().sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append({name: g.full_tensor() if sharded and g is not None else g for name, g in gradients.items()})
+    wrong = differences(found[1], found[0], lambda b: 1e-6 + 1e-5 * b.abs())
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("mark", ["set_is_last_backward", "set_requires_gradient_sync"])

@@ -14,6 +14,7 @@ from odc.errors import WaitTimeoutError
 from odc.fsdp.fetcher import Fetch, Fetcher
 from odc.settings import Settings
 from odc.trace import FETCH, recorder
+from odc.worker import Job
 
 LAYOUT = [[("w", 6, F32), ("b", 1, F32)], [("v", 3, F32)]]
 
@@ -212,6 +213,19 @@ def test_as_many_units_as_set_are_fetched_ahead(group: HeapGroup, ahead: int, fo
     with fetching(group, ahead) as (fetcher, _):
         passes(fetcher, units)
         assert passes(fetcher, units) == found
+
+
+def test_copies_of_a_fetch_that_failed_are_followed() -> None:
+    """On a device some may still be under way, into memory that is about to have another use."""
+
+    def fail() -> None:
+        raise WaitTimeoutError("rank 1 is late", culprit=1)
+
+    followed = list[bool]()
+    fetch = Fetch(Job(fail), [], [], 1, lambda: followed.append(True))
+    with pytest.raises(WaitTimeoutError):
+        fetch.wait()
+    assert followed == [True]
 
 
 def test_a_unit_used_twice_in_a_row_does_not_follow_itself(group: HeapGroup) -> None:

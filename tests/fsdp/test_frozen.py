@@ -16,6 +16,7 @@ from support.models import train as run_all
 from support.on_ranks import on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new, step
 from support.ranks import Pools
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -48,6 +49,18 @@ def test_only_what_is_trained_has_accumulators_and_staging(rank: int, world: int
     assert adapters["accumulator"] == 4 * few + 64
     assert few < all_of_them / 20
     assert adapters["staging"] < everything["staging"] / 20 if accumulate == "server" else adapters["staging"] == 0
+
+
+@on_ranks(1)
+def test_units_know_the_dtypes_of_their_shards(rank: int, world: int) -> None:
+    """By which kernels are tried: a frozen parameter in 8 bits may stand beside trained ones, which are converted."""
+    model: Any = torch.nn.Linear(4, 4)
+    model.codes = torch.nn.Parameter(torch.ones(8, dtype=torch.uint8), requires_grad=False)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    params = root_of(model).layout.units[0].params
+    found = {spec.name: spec.own_dtype for spec in params}
+    assert found["weight"] == torch.float32 and found["codes"] == torch.uint8
+    assert params[0].dtype == torch.bfloat16
 
 
 # unfreezing ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from support.machines import LAYOUT, Rank, finish, states
 from support.members import HeapGroup
 
 from odc.errors import OdcError, PeerLostError, UnsupportedError
+from odc.fsdp import _torch_compat as compat
 from odc.fsdp.minibatch import Minibatch
 from odc.protocol import RootState, Word
 from odc.settings import Settings
@@ -260,6 +261,32 @@ def test_a_frozen_model_that_stays_in_an_evaluation_hides_no_window(monkeypatch:
         rank.machine.begin()
         finish([rank])
     assert [span.epoch for span in own.spans() if span.category == WINDOW] == [1]
+
+
+def test_an_evaluation_is_in_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither that of a minibatch in the same epoch, nor of another model while a teacher only evaluates."""
+    own = Recorder()
+    monkeypatch.setattr(sys.modules[Minibatch.__module__], "recorder", lambda: own)
+    with HeapGroup(LAYOUT, 1) as unfrozen, HeapGroup(LAYOUT, 1) as trained:
+        teacher, rank = Rank(unfrozen, 0), Rank(trained, 0)
+        with torch.no_grad():
+            teacher.machine.begin()
+            rank.machine.begin()
+        evaluated = own.now()
+        rank.machine.begin()
+        finish([rank])
+        with torch.inference_mode():
+            rank.machine.begin()
+        rank.machine.close_evaluation("step")
+        with torch.no_grad():
+            rank.machine.begin()
+        monkeypatch.setattr(compat, "is_in_backward", lambda: True)
+        with torch.no_grad():  # as autograd runs a backward, in which a unit of this epoch may be fetched first
+            rank.machine.begin()
+        finish([rank])
+    windows = [span for span in own.spans() if span.category == WINDOW]
+    assert [window.epoch for window in windows] == [1, 3]
+    assert windows[0].start_ns >= evaluated
 
 
 def test_after_publish_the_window_begins_at_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ def test_names_and_refusals(rank: int, world: int) -> None:
 
     assert word_dtype([F32, BF16, F64]) == torch.int16
     assert word_dtype([torch.bool]) == torch.int8
+    assert word_dtype([torch.complex128]) == word_dtype([F64, torch.complex128]) == torch.int64
     assert str(kernel_dtype(BF16)) == "bf16" and str(accumulator_dtype(F64)) == "fp64"
     with pytest.raises(UnsupportedError, match=r"float8_e5m2 can only be copied"):
         kernel_dtype(torch.float8_e5m2)

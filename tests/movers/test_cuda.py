@@ -123,6 +123,39 @@ def test_kernels_move_the_same(rank: int, world: int) -> None:
     assert torch.equal(totals, expected)
 
 
+@needs_triton
+@on_interpreted_ranks(1)
+def test_what_kernels_do_not_convert_torch_does(rank: int, world: int) -> None:
+    """As a frozen shard in 8 bits that is computed in bf16; a complex number is two words."""
+    from odc.errors import UnsupportedError
+    from odc.movers import triton
+    from odc.movers.compiled import CompiledMover
+
+    e4m3, complex128 = torch.float8_e4m3fn, torch.complex128
+    pairs = [(F32, BF16), (e4m3, BF16), (complex128, complex128), (torch.uint8, torch.uint8), (torch.bool, F32)]
+    shards = [torch.arange(5).to(own) for own, _ in pairs]
+    places, mover = [torch.zeros(5, dtype=to) for _, to in pairs], CompiledMover(0, 64, Copied())
+    mover.publish(places, shards)
+    for place, shard in zip(places, shards, strict=True):
+        assert torch.equal(place.view(torch.uint8), shard.to(place.dtype).view(torch.uint8))
+    for changed in range(len(pairs)):
+        found = torch.zeros(len(pairs), dtype=torch.int32)
+        mover.differ(places, shards, found)
+        assert not found.any()
+        kept, shards[changed] = shards[changed], torch.zeros_like(shards[changed])
+        mover.differ(places, shards, found)
+        assert found.bool().tolist() == [i == changed for i in range(len(pairs))]
+        shards[changed] = kept
+    memory = torch.cat([place.view(torch.uint8) for place in places[2:3]])
+    out = torch.zeros(5, dtype=complex128)
+    triton.gather([out], [0], 1, [(0, memory)])
+    assert torch.equal(out, shards[2])
+    for i, what in ((1, "float8_e4m3fn can only be copied"), (2, "8 bytes at most, not of torch.complex128")):
+        unit = [places[i]], [places[i]], [shards[i]], torch.zeros(64, dtype=torch.uint8)
+        with pytest.raises(UnsupportedError, match=what):
+            mover.pack([unit], torch.zeros(1, dtype=torch.int32))
+
+
 def adds_parts(make: Callable[..., CudaMover]) -> None:
     """One owner's part of two gradients, one of which ends in it."""
     values = [torch.arange(30).to(BF16), torch.arange(11).to(BF16)]

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import odc
 from odc import Settings, fully_shard
+from odc.errors import UnsupportedError
 
 UNEQUAL = ((1, 3, 2, 0), (2, 0, 1, 1), (0, 0, 4, 1))
 ONE = ((1, 1, 1, 1),)
@@ -122,6 +123,38 @@ def test_two_roots_in_one_backward_in_opposite_orders(rank: int, world: int, how
 
     wrong = differences(run(fully_shard), run(torch_fully_shard), lambda b: 1e-5 + 1e-4 * b.abs())
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("sharding", ["mesh", "world"])
+@on_ranks(4)
+def test_gradients_come_when_the_loop_has_replicas_summed(rank: int, world: int, sharding: str) -> None:
+    """Until then FSDP2 keeps partial sums in the reduce dtype; an optimizer in a hook steps once."""
+
+    def run(shard: Callable[..., Any], **options: Any) -> tuple[dict[str, torch.Tensor | None], list[str]]:
+        seen, written = dict[str, torch.Tensor | None](), list[str]()
+        model = build(shard, Case(counts=ONE, layers=1, low_precision=True), grid(), **options)
+        if shard is fully_shard:
+            with pytest.raises(UnsupportedError, match="^set_requires_all_reduce.recurse=False. has no meaning"):
+                model.set_requires_all_reduce(False, recurse=False)
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: written.append(name))
+        for microbatch in range(3):
+            model.set_requires_all_reduce(microbatch == 2)
+            x = tokens(rank, 0, microbatch)
+            next_token_loss(model(x), x).backward()
+            seen |= {f"{microbatch} {name}": one for name, one in full_gradients(model).items()}
+        return seen, sorted(written)
+
+    seen, written = run(fully_shard, **({} if sharding == "mesh" else {"optimizer_sharding": "world"}))
+    reference, hooked = run(torch_fully_shard)
+    assert written == hooked
+    wrong = differences(seen, reference, lambda b: 1e-6 + 0.01 * b.abs())
+    assert not wrong, "\n".join(wrong)
+
+
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {name: None if one is None else one.full_tensor() for name, one in gradients.items()}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("ranks_of_mesh", [[[0, 1], [2, 3]], [[2, 3], [0, 1]]], ids=["rising", "falling"])

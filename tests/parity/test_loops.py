@@ -60,14 +60,14 @@ def two_forwards_before_one_backward(shard_with: Make, rank: int, world: int) ->
 
 @added_if(hasattr(FSDPModule, "set_reduce_scatter_unused_params"))
 def a_branch_that_no_rank_takes(shard_with: Make, rank: int, world: int) -> Result:
-    """A unit is used by no rank in the second step, but by all before and after."""
+    """A unit is used by all ranks in every second step: torch gives it no gradient before the first."""
     torch.manual_seed(0)
     model: Any = Branches()
     for part in (model.always, model.sometimes, model):
         shard_with(part, mesh=init_device_mesh("cpu", (world,)))
     model.set_reduce_scatter_unused_params(True)
     optimizer, seen = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1), dict[str, torch.Tensor | None]()
-    for number, all_of_it in enumerate((True, False, True)):
+    for number, all_of_it in enumerate((False, True, False, True)):
         model(torch.full((2, 4), rank + 1.0), all_of_it).sum().backward()
         seen |= {f"{number} {name}": one for name, one in own_gradients(model).items()}
         optimizer.step()

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support import members
 from support.changing import LAYOUT, WHOLE_BYTES, Weights, crossed, two_hosts
 from support.deferred import DeferredLanes, DeferredMover, late_heaps
 from support.spread import Spread
@@ -15,6 +16,7 @@ from odc.errors import UnsupportedError
 from odc.movers import changes
 from odc.protocol import Word, regions
 from odc.protocol.changes import WHOLE
+from odc.protocol.units import UnitSpec
 from odc.protocol.words import VersionWord
 
 
@@ -85,6 +87,26 @@ def test_on_a_device_without_kernels_auto_reads_whole_shards(
                 assert spread.group.layouts[0].says_changes and not spread.group.layouts[0].applies_changes
         assert len(caplog.records) == warnings
     assert "shards are read whole, as none is packed on cpu: no such instruction" in caplog.text
+
+
+def test_on_a_device_only_pairs_of_dtypes_that_occur_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels convert nothing to bytes, as of a frozen parameter in 8 bits, which are published as they are."""
+    tried, pack = set[tuple[torch.dtype, torch.dtype]](), DeferredMover.pack
+
+    def note(self: DeferredMover, units: Any, found: torch.Tensor) -> None:
+        for places, _, shards, _ in units:
+            tried.update((shard.dtype, place.dtype) for place, shard in zip(places, shards, strict=True))
+        pack(self, units, found)
+
+    monkeypatch.setattr(DeferredMover, "pack", note)
+    params = [("w", 8, torch.bfloat16), ("b", 8, torch.bfloat16), ("q", 8, torch.uint8)]
+    unit = UnitSpec.build(0, "u", params, torch.float32, {"q"}, own={"w": torch.float32, "q": torch.uint8})
+    late_heaps(monkeypatch)
+    monkeypatch.setattr(members, "units_of", lambda *_: [unit])
+    spread = Spread(layout=[params], changes="on")
+    spread.close()
+    own = {(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.uint8, torch.uint8)}
+    assert tried == own
 
 
 @pytest.mark.parametrize("second_buffer", [False, True])

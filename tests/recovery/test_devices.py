@@ -275,8 +275,8 @@ def pinned_slots(nbytes: int) -> Slots:
     slots = Slots.create(Share(0, 0))
     for slot in slots._slots:
         slot.grow(nbytes)
-        slot._pin()
-        slot._pin()  # each time that it is filled
+        slot.pin()
+        slot.pin()  # each time that it is filled
     return slots
 
 
@@ -287,7 +287,7 @@ def test_slots_are_pinned_as_a_whole_and_unpinned_before_they_are_unmapped(drive
     assert sorted(driver.pinned.values()) == [1 << 20] * 2
     slots._slots[0].grow(1 << 21)
     assert sorted(driver.pinned.values()) == [1 << 20], "the mapping that is too small goes"
-    slots._slots[0]._pin()
+    slots._slots[0].pin()
     assert sorted(driver.pinned.values()) == [1 << 20, 1 << 21]
     if end == "close":
         slots.close()
@@ -310,6 +310,22 @@ def test_memory_that_cuda_does_not_pin_is_named(driver: Driver) -> None:
     driver.error = CudaError.errorMemoryAllocation
     with pytest.raises(HeapMemoryError, match=r"does not pin 1\.0 MiB of host memory.*error 2.*out of memory"):
         pinned_slots(1 << 20)
+
+
+class OnDevice(torch.Tensor):
+    """Stands in for a tensor on a device."""
+
+    is_cuda = True
+
+
+def test_a_state_that_cannot_be_pinned_takes_the_place_of_none(driver: Driver) -> None:
+    slots = Slots.create(Share(0, 0))
+    for step in range(2):
+        slots.write(step, [torch.ones(100)], b"text")
+    driver.error = CudaError.errorMemoryAllocation
+    with pytest.raises(HeapMemoryError):
+        slots.write(2, [torch.ones(100).as_subclass(OnDevice)], b"text")
+    assert slots.steps() == [0, 1]
 
 
 def test_a_state_on_the_cpu_pins_nothing(driver: Driver) -> None:

@@ -51,6 +51,7 @@ class Iteration:
     def __init__(self) -> None:
         self.resets = 0
         self.cut_short: str | None = None  # what an exception has ended: "forward" or "backward"
+        self.marked_last = True  # the backward that it has ended
 
     def is_last_backward(self) -> bool:
         return False
@@ -60,6 +61,9 @@ class Iteration:
 
     def backward_cut_short(self) -> bool:
         return self.cut_short == "backward"
+
+    def cut_short_last(self) -> bool:
+        return self.marked_last
 
     def forward_cut_short(self) -> bool:
         return self.cut_short == "forward"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -59,12 +58,8 @@ def _share(documents: Sequence[Document], arm: Arm, cost: Cost, config: JobConfi
 @contextmanager
 def _readable(model: nn.Module, arm: Arm, config: JobConfig) -> Iterator[None]:
     """Inside, forwards may run; at its end parameters are sharded again, as a checkpoint needs them."""
-    if arm.on_demand:
-        with session(modules=[model], timeout_s=config.timeout_s):
-            yield
-        cast(Any, model).publish()  # ends the evaluation's epoch, whose window would reach into the next step
-        return
-    yield
+    with session(modules=[model], timeout_s=config.timeout_s) if arm.on_demand else nullcontext():
+        yield
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

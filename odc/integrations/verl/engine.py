@@ -184,7 +184,7 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
         """As verl's; of a piece, for the whole row, with zeros where the piece has no tokens."""
-        logits_processor_func = _as_of_fsdp2(logits_processor_func)
+        logits_processor_func = _as_of_fsdp(logits_processor_func)
         if self._piece is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         part = cut(self._piece, micro_batch)
@@ -201,13 +201,16 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         return cost_of(sizes, checkpointing=checkpointing, otherwise=VERL_WORKLOAD)
 
 
-def _as_of_fsdp2(loss_function: Any) -> Any:
-    """A loss with a configuration of strategy fsdp2: by its strategy verl finds how logits are distilled."""
+def _as_of_fsdp(loss_function: Any) -> Any:
+    """A loss with a configuration of strategy fsdp: by its strategy verl finds how logits are distilled.
+
+    verl 0.9.0 does not know fsdp2 there.
+    """
     config = getattr(loss_function, "keywords", {}).get("config")
     if getattr(config, "strategy", "") != "odc":
         return loss_function
     config = copy.copy(config)
-    object.__setattr__(config, "strategy", "fsdp2")  # verl freezes its configurations
+    object.__setattr__(config, "strategy", "fsdp")  # verl freezes its configurations
     return functools.partial(loss_function, config=config)
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 _WORKERS = "verl.experimental.separation.engine_workers"
@@ -35,7 +36,7 @@ def teach_worker() -> None:
 @torch.no_grad()
 def keep(module: Any) -> dict[str, torch.Tensor]:
     """A copy of this rank's shards by name, on the CPU."""
-    return {name: _shard(parameter).clone().cpu() for name, parameter in module.named_parameters()}
+    return {name: shard.clone().cpu() for name, shard in _shards(module)}
 
 
 @torch.no_grad()
@@ -44,10 +45,15 @@ def load(module: Any, kept: Mapping[str, torch.Tensor]) -> None:
 
     It publishes, and waits as `publish()` does: an inference that follows must not read the weights of before.
     """
-    for name, parameter in module.named_parameters():
-        _shard(parameter).copy_(kept[name])
+    for name, shard in _shards(module):
+        shard.copy_(kept[name])
     module.publish()
 
 
-def _shard(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _shards(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's, by name. An inference may have left whole parameters in their place, which are given up."""
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            one.reshard()
+    for name, parameter in module.named_parameters():
+        yield name, parameter.to_local() if isinstance(parameter, DTensor) else parameter

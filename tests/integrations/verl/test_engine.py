@@ -210,6 +210,10 @@ def distilled(rank: int, world: int, model: Path, strategy: str) -> list[float]:
         distillation_config=DistillationConfig(distillation_loss=DistillationLossConfig(**of_loss)),
     )
     engine, found = build(model, strategy), []
+    if strategy == "odc":
+        from odc.integrations.verl.engine import _as_of_fsdp
+
+        assert _as_of_fsdp(loss).keywords["config"].strategy == "fsdp", "all that verl 0.9.0 distils beside veomni"
     budget = 100 if strategy == "odc" else 240
     for _ in range(2):
         data = rows(UNEVEN[rank], 4 * rank, use_dynamic_bsz=True, max_token_len_per_gpu=budget)

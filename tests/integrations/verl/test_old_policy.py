@@ -28,13 +28,13 @@ def trained(engine: Any, rank: int) -> None:
         engine.train_batch(data, loss_with_metrics)
 
 
-def old_and_new(rank: int, world: int, model: Path, fsdp_size: int) -> list[list[torch.Tensor]]:
+def old_and_new(rank: int, world: int, model: Path, fsdp_size: int, reshard: bool) -> list[list[torch.Tensor]]:
     """As verl's trainer does it in its second update after a sync: what the actor computes before the first, after it,
     with the old policy, with the new one again, and after the second.
     """
     join_as_verl(rank, world)
     worker = import_verl("verl.experimental.separation.engine_workers").DetachActorWorker
-    engine = build(model, "odc", fsdp_size=fsdp_size)
+    engine = build(model, "odc", fsdp_size=fsdp_size, reshard_after_forward=reshard)
     here = SimpleNamespace(config=SimpleNamespace(actor=SimpleNamespace(strategy="odc")), _strategy_handlers=None)
     keep, load = worker._get_strategy_handlers(here)
     found = [looked_at(engine, rank)]
@@ -51,9 +51,19 @@ def old_and_new(rank: int, world: int, model: Path, fsdp_size: int) -> list[list
     return found
 
 
-@pytest.mark.parametrize("fsdp_size", [-1, 1], ids=["sharded over all", "hybrid sharding"])
-def test_an_old_policy_is_loaded_and_the_new_one_again(ranks: Any, model: Path, fsdp_size: int) -> None:
-    for before, after, old, new, later in ranks(2).run(old_and_new, model, fsdp_size):
+@pytest.mark.parametrize(
+    ("fsdp_size", "reshard", "world"),
+    [
+        pytest.param(-1, True, 2, id="sharded over all"),
+        pytest.param(1, True, 2, id="hybrid sharding"),
+        pytest.param(-1, False, 2, id="unsharded after inference"),
+        pytest.param(-1, False, 1, id="unsharded on one rank"),
+    ],
+)
+def test_an_old_policy_is_loaded_and_the_new_one_again(
+    ranks: Any, model: Path, fsdp_size: int, reshard: bool, world: int
+) -> None:
+    for before, after, old, new, later in ranks(world).run(old_and_new, model, fsdp_size, reshard):
         assert all(map(torch.equal, before, old)) and all(map(torch.equal, after, new))
         assert not any(map(torch.equal, before, after)) and not any(map(torch.equal, after, later))
 
