@@ -241,18 +241,23 @@ class Minibatch:
         """Give the open minibatch up; no-op where none is open.
 
         Inside `with model.minibatch()` the end of the block ends it, in manual mode `finalize_backward()` does.
-        Elsewhere this call does: it waits for the other ranks, whose last backward raises the error.
+        Elsewhere this call does: it waits for the other ranks, whose last backward raises the error. It raises it, too,
+        where the loop has marked that another backward of this minibatch comes: that one would be of the next.
         """
-        self._abandon(reason, ends=self.ends_by_backward)
+        marked = self._iteration.is_last_backward()
+        lost = self._abandon(reason, ends=self.ends_by_backward)
+        if lost is not None and not marked:
+            raise lost
 
-    def _abandon(self, reason: str, *, ends: bool) -> None:
+    def _abandon(self, reason: str, *, ends: bool) -> AbandonedMinibatchError | None:
         if self.state is not RootState.OPEN:
-            return
+            return None
         self._iteration.reset(self._groups)
         self._give_up(reason)
-        if ends:
-            self._close()
-            self.collect()
+        if not ends:
+            return None
+        self._close()
+        return self.collect()
 
     def reset(self) -> None:
         """As `FSDPModule.reset_iter_state`: what the open minibatch holds of this rank is lost."""

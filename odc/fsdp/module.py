@@ -80,7 +80,8 @@ class OdcModule(compat.FSDPModule):
 
         On the root, on any rank. All learn of it at the end of the minibatch, from an `AbandonedMinibatchError` with
         this rank and `reason` (about 1,000 bytes are kept). In a plain loop this call ends the minibatch: it waits for
-        all ranks and returns, and the error leaves the others' last backward. Does nothing where no minibatch is open.
+        all ranks, and the error leaves the others' last backward, and this call where the loop has marked that more
+        backwards come (`set_is_last_backward(False)`). Does nothing where no minibatch is open.
         """
         root_of(self).minibatch.abandon(reason)
 

@@ -208,36 +208,43 @@ def test_a_plain_loop_goes_on_after_a_failed_backward(ranks: Pools, layer: int) 
     assert_as_if_never(ranks(2), [Planned((1, 1)), bad, retried, bad, bad, Planned((1, 1))], plain=True)
 
 
-def accumulated(model: Any, rank: int, number: int, mark: str, fault: Fault | None) -> bool:
+def accumulated(model: Any, rank: int, number: int, mark: str, fault: Fault | None, says: bool = False) -> bool:
     """A minibatch of four marked backwards, of which `fault` is in the second, caught. Returns whether it is given up.
 
-    torch marks the next backward before the forward, so that is done before anything can see to the exception.
+    torch marks the next backward before the forward, so that is done before anything can see to the exception. With
+    `says` the failed rank gives the minibatch up itself, and goes no further in it.
     """
     for m in range(4):
         getattr(model, mark)(m == 3)
         try:
-            backward(model, rank, number, m, fault if m == 1 else None)
-        except Boom:
-            pass
+            try:
+                backward(model, rank, number, m, fault if m == 1 else None)
+            except Boom:
+                if says:
+                    model.abandon_minibatch("boom")
         except AbandonedMinibatchError as lost:
-            return (m, lost.culprit) == (3, 1)
+            return (m, lost.culprit) == (1 if says and rank else 3, 1)
     return False
 
 
-@pytest.mark.parametrize("mark", ["set_is_last_backward", "set_requires_gradient_sync"])
-@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize(
+    ("mark", "layer", "says"),
+    [("set_is_last_backward", 0, False), ("set_requires_gradient_sync", 2, False), ("set_is_last_backward", 2, True)],
+)
 @on_ranks(2)
 def test_a_loop_with_marks_keeps_step_after_a_failed_backward_that_was_not_the_last(
-    rank: int, world: int, mark: str, layer: int
+    rank: int, world: int, mark: str, layer: int, says: bool
 ) -> None:
-    """The failed rank ends no minibatch early: the marked backward raises on every rank, and later ones are whole."""
+    """The error leaves every rank's loop in the same minibatch, so that later ones are whole."""
     fault = Fault("backward", layer) if rank == 1 else None
     found = []
     for bad in ([False, True, True, False], [False, False]):
         model, optimizer = programs.new(fully_shard, settings=EXACT)
         given_up = list[bool]()
         for step in bad:
-            given_up.append(accumulated(model, rank, len(given_up) - sum(given_up), mark, fault if step else None))
+            given_up.append(
+                accumulated(model, rank, len(given_up) - sum(given_up), mark, fault if step else None, says)
+            )
             if not given_up[-1]:
                 optimizer.step()
             optimizer.zero_grad()
