@@ -362,8 +362,6 @@ class Minibatch:
         Raises UnfinishedMinibatchError in an unfinished minibatch.
         """
         self.refuse_unfinished("optimizer.step()")
-        if self._collector.writing:
-            return
         self.close_evaluation("optimizer.step()")
         if self._kept:
             for group in self._groups:

@@ -201,13 +201,13 @@ class OdcModule(compat.FSDPModule):
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Without effect but that torch notes it. Raises TypeError or ValueError as torch."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
-        if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         if hasattr(compat.FSDPModule, "set_reduce_scatter_max_input_buffers"):
             parent: Any = super()
             parent.set_reduce_scatter_max_input_buffers(max_input_buffers, recurse=recurse)
+        elif isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        elif max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
 
     def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> None:
         """No-op: fetches and pushes never wait for each other."""
