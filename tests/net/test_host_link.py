@@ -147,7 +147,7 @@ def test_what_an_engine_reads_outlives_the_links(lost_after_s: float) -> None:
 
 
 def test_a_link_that_sent_a_part_of_a_message_sends_no_other() -> None:
-    """The other end could not tell where the next one begins; and each further one would block as long."""
+    """The other end could not see where the next one begins; and each further one would block as long."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname(), 60.0)
         theirs, _ = listener.accept()
