@@ -89,7 +89,9 @@ class Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Job[Any]) -> None:
-        """Raises RuntimeError where the system starts no thread; the job was not submitted then."""
+        """Raises RuntimeError where the system starts no thread; the job was not submitted then. Of several threads
+        that submit the first jobs at once, one learns of it.
+        """
         if self._starting.acquire(blocking=False):
             try:
                 self._thread.start()

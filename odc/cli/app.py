@@ -60,6 +60,9 @@ def run(arguments: list[str]) -> int:
         if code == 130:  # typer's for KeyboardInterrupt
             print("odc: interrupted", file=sys.stderr)
         return code
+    except KeyboardInterrupt:  # before typer runs the command, or as it ends
+        print("odc: interrupted", file=sys.stderr)
+        return 130
     except OdcError as error:
         if _shown["traceback"]:
             traceback.print_exc()

@@ -111,7 +111,7 @@ def held_bytes(device: torch.device = _CPU) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) + _heaps()
-    return _field(_ROLLUP, "Pss")
+    return _field(_ROLLUP.read_text(), "Pss")
 
 
 def reset_peak(device: torch.device = _CPU) -> None:
@@ -130,15 +130,17 @@ def peak_bytes(device: torch.device = _CPU) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) + _heaps()
-    return _field(_STATUS, "VmHWM") - _field(_ROLLUP, "Rss") + _field(_ROLLUP, "Pss")
+    now = _ROLLUP.read_text()
+    return _field(_STATUS.read_text(), "VmHWM") - _field(now, "Rss") + _field(now, "Pss")
 
 
 def _heaps() -> int:
     return sum(root.layout.heap.layout.nbytes for root in live_roots())
 
 
-def _field(path: Path, name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", path.read_text(), re.MULTILINE)
+def _field(lines: str, name: str) -> int:
+    """Bytes, of a file in /proc."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", lines, re.MULTILINE)
     if found is None:
-        raise OSError(f"{path} has no {name}")
+        raise OSError(f"this kernel says no {name} of a process")
     return int(found.group(1)) * 1024

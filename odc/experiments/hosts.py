@@ -24,6 +24,7 @@ from odc.net.store import store_of_hosts
 from odc.trace import rank_file
 
 _PREPARE_S = 6 * 3600.0  # that hosts may differ in reading their data, before the first run
+_REFUSED_S = 30.0  # for a host that is refused to reach the store, and let the others know
 _LATE_S = 5.0  # that other hosts have to send what they saw, once this host's ranks have failed
 _MEASURED = ("rank", "host", "peak_bytes", "held_bytes", "baseline_bytes")  # what host 0 needs of other hosts' ranks
 
@@ -60,15 +61,18 @@ class HostTeam:
         """
         names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
         number, count, per_host, world = (int(os.environ[name]) for name in names)
-        store = store_of_hosts(number, timeout_s)
-        team = cls(number, count, per_host, os.environ["MASTER_ADDR"], store, timeout_s, task)
-        if world != count * per_host:
-            with team:
-                raise ConfigError(
-                    f"{world} ranks on {count} hosts, {per_host} of them here: every host must start equally many "
-                    "(--nproc-per-node)"
-                )
-        return team
+        wrong = f"{world} ranks on {count} hosts, {per_host} of them here" if world != count * per_host else ""
+        error = ConfigError(f"{wrong}: every host must start equally many (--nproc-per-node)")
+
+        def team(patience_s: float) -> HostTeam:
+            store = store_of_hosts(number, patience_s)
+            return cls(number, count, per_host, os.environ["MASTER_ADDR"], store, timeout_s, task)
+
+        if not wrong:
+            return team(timeout_s)
+        with contextlib.suppress(Exception):  # the store's host may have been refused, too, and be gone
+            team(_REFUSED_S)._mail.fail(error)
+        raise error
 
     @property
     def leads(self) -> bool:

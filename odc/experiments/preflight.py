@@ -133,7 +133,7 @@ def new_file(file: Path, name: str) -> None:
     """Checks that `file`, the option `name`, can be written or replaced; makes its folder if it is missing."""
     if file.is_dir():
         raise ConfigError(f"{name}: {file} is a folder; name a file in it")
-    if not file.exists() or file.is_file():
+    if not file.exists() or (file.is_file() and not file.is_symlink()):
         writable_folder(file.parent, name)
 
 

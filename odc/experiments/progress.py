@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import IO, Any
@@ -67,9 +68,10 @@ class Progress:
 
 def end_killed_line(stream: IO[str]) -> None:
     """Shows the cursor again, which a live line hides, where the process that had one may have been killed."""
-    if stream.isatty():
-        stream.write("\x1b[?25h\n")
-        stream.flush()
+    with contextlib.suppress(OSError, ValueError):  # the terminal is gone, or closed
+        if stream.isatty():
+            stream.write("\x1b[?25h\n")
+            stream.flush()
 
 
 def _live_line(stream: IO[str], steps: int, label: str) -> Any:

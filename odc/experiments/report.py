@@ -59,8 +59,8 @@ def report(config: CompareConfig, runs: dict[str, list[ArmRun]], command: Sequen
 
 
 def write_report(path: Path, figures: dict[str, Any]) -> None:
-    """Writes the figures as JSON, replacing the file as a whole; a device or a pipe is written to as it is."""
-    if path.exists() and not path.is_file():
+    """Writes the figures as JSON, replacing the file as a whole; a device, a pipe or a link is written to as it is."""
+    if path.exists() and (path.is_symlink() or not path.is_file()):
         path.write_text(json_text(figures))
         return
     beside = path.with_name(f".{path.name}.partial")

@@ -244,7 +244,9 @@ class Minibatch:
         Elsewhere this call does: it waits for the other ranks, whose last backward raises the error. It raises it, too,
         where the loop has marked that another backward of this minibatch comes: that one would be of the next.
         """
-        marked = self._iteration.is_last_backward()
+        failed_before_last = self._iteration.backward_cut_short() and not self._iteration.cut_short_last()
+        # A context of `no_sync` that the error left has marked the next backward as the last again.
+        marked = self._iteration.is_last_backward() and not failed_before_last
         lost = self._abandon(reason, ends=self.ends_by_backward)
         if lost is not None and not marked:
             raise lost

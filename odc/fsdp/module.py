@@ -80,8 +80,8 @@ class OdcModule(compat.FSDPModule):
 
         On the root, on any rank. All learn of it at the end of the minibatch, from an `AbandonedMinibatchError` with
         this rank and `reason` (about 1,000 bytes are kept). In a plain loop this call ends the minibatch: it waits for
-        all ranks, and the error leaves the others' last backward, and this call where the loop has marked that more
-        backwards come (`set_is_last_backward(False)`). Does nothing where no minibatch is open.
+        all ranks, and the error leaves the others' last backward, and this call where the failed backward, or the next
+        one, is marked as not the last (`set_is_last_backward(False)`). Does nothing where no minibatch is open.
         """
         root_of(self).minibatch.abandon(reason)
 
@@ -163,7 +163,7 @@ class OdcModule(compat.FSDPModule):
             return
         if not recurse:
             _refuse("set_requires_all_reduce(recurse=False)", "a minibatch ends for all units together")
-        self.set_is_last_backward(requires_all_reduce)
+        self.set_is_last_backward(requires_all_reduce and compat.is_synced(compat.state_of(self)))
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Refused: there is no all-gather."""

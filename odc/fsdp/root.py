@@ -190,8 +190,8 @@ def refuse_mark_below(module: compat.FSDPModule, last: bool) -> None:
         state = top
     if compat.Iteration(state).is_last_backward() != last:
         raise UnsupportedError(
-            "set_is_last_backward() and set_requires_gradient_sync() must be called on the root, before any module "
-            "below it: a minibatch ends for all units together"
+            "set_is_last_backward(), set_requires_gradient_sync() and, on a hybrid mesh, set_requires_all_reduce() "
+            "must be called on the root, before any module below it: a minibatch ends for all units together"
         )
 
 

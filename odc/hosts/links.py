@@ -142,9 +142,13 @@ class Links:
         elif index == Word.PROGRESS:
             self.refresh()
         elif (index, value) == (Word.STATE, RootState.CLOSED) or (
-            (index, value) == (Word.WAITING, 0) and self._waiting_shown
+            (index, value) == (Word.WAITING, 0) and self._shows_wait()
         ):  # it may not call into odc again for long: it would stand there in a state, or a wait, that is over
             self._refresh()
+
+    def _shows_wait(self) -> bool:
+        with self._changing:  # another thread may have read the wait, to send it, and not noted that yet
+            return self._waiting_shown
 
     def _explained(self, index: int, value: int) -> list[Message]:
         messages: list[Message] = [StoredWord(index, value)]

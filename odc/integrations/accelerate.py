@@ -156,8 +156,8 @@ def _refuse_unsharded(model: nn.Module) -> None:
     handle = model.register_forward_pre_hook(check)
 
 
-def _refuse_unrepeatable(loader: Any) -> None:
-    """ConfigError unless the order of an epoch is known to be the same whenever it begins."""
+def _repeatable_order(loader: Any) -> Any:
+    """The sampler that decides on the order; ConfigError unless an epoch's is the same whenever it begins."""
     order = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
     order = loader.sampler if order is None else order  # a loader without batches
     while not hasattr(order, "set_epoch"):
@@ -175,6 +175,7 @@ def _refuse_unrepeatable(loader: Any) -> None:
         refuse_setting(
             f"recovery to the order of {type(order).__name__}", "give it set_epoch(), which alone decides it"
         )
+    return order
 
 
 class RepeatableBatches:
@@ -189,7 +190,7 @@ class RepeatableBatches:
     """
 
     def __init__(self, accelerator: Any, loader: Any) -> None:
-        _refuse_unrepeatable(loader)
+        self._order = _repeatable_order(loader)
         self.epoch = self.drawn = 0  # batches of this epoch
         self._accelerator, self._loader = accelerator, loader
         self._iterator: Iterator[Any] | None = None
@@ -212,6 +213,8 @@ class RepeatableBatches:
                 if again:
                     rest = self._accelerator.skip_first_batches(self._loader, self.drawn)
                     rest.set_epoch(self.epoch)  # before accelerate 1.15 it begins with epoch 0
+                if hasattr(self._order, "set_epoch"):  # accelerate does not reach every batch sampler
+                    self._order.set_epoch(self.epoch)
                 self._iterator = iter(rest)
             batch = next(self._iterator)
         self.drawn += 1

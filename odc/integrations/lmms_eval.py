@@ -53,7 +53,9 @@ def _plain(answer: Any) -> Any:
     """An answer without lmms-eval's `GenerationResult`, in a form that its evaluator takes as well."""
     if not hasattr(answer, "token_counts"):
         return answer
-    return answer.text if answer.token_counts is None else (answer.text, answer.token_counts.to_dict())
+    if answer.token_counts is None or not isinstance(answer.text, str):  # of rounds it takes texts alone
+        return answer.text
+    return answer.text, answer.token_counts.to_dict()
 
 
 def _stop() -> NoReturn:

@@ -54,7 +54,7 @@ def parallelize(
     if training.enable_cpu_offload:
         refuse_setting("training.enable_cpu_offload", "leave it out; each rank holds its shard on its device")
     if not training.disable_cuda_graphs and torch.cuda.is_available():  # elsewhere torchtitan makes none
-        refuse_setting("CUDA graphs", "leave out --training.no-disable-cuda-graphs")
+        refuse_setting("CUDA graphs", "set training.disable_cuda_graphs, as with_odc does")
     if not hasattr(model, "layers"):
         refuse_setting(f"sharding to {type(model).__name__}", "it is no decoder with layers")
     if ac_config is not None:

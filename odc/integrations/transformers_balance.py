@@ -88,6 +88,8 @@ class PlannedSteps(Sampler[list[Any]]):
         )
         self._rank, self._world, self._seed, self._drop_last = rank, world, seed, drop_last
         self._epoch, self._node = epoch, split
+        if not hasattr(order, "__len__"):
+            raise ConfigError(f"max_tokens needs a sampler with a length, which {type(order).__name__} has not")
         longest = max(range(len(lengths)), key=lengths.__getitem__)
         pieces = 1 if split is None else most_pieces(split)
         if lengths[longest] > longest_in_pieces(max_tokens, pieces):

@@ -47,7 +47,7 @@ class HostLink:
     def send(self, encoded: bytes) -> None:
         """Send encoded messages; raises OSError where the link is broken, as it is once a part of one was sent."""
         if self._broken is not None:
-            raise self._broken
+            raise self._broken.with_traceback(None)  # or it would hold the frames of each
         try:
             self._connection.sendall(encoded)
         except OSError as error:

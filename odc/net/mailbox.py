@@ -182,7 +182,8 @@ class Mailbox:
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         limit_s = limit_s if member else max(limit_s, self._first_s)
         backoff, deadline = Backoff(MAIL_FIRST_SLEEP_S, MAIL_LONGEST_SLEEP_S), Deadline(limit_s)
-        next_check, next_look = Deadline(limit_s / _CHECKS), Deadline(MAIL_TICK_S)
+        check_s = min(limit_s, self.timeout_s) / _CHECKS
+        next_check, next_look = Deadline(check_s), Deadline(MAIL_TICK_S)
         published = False
         while not ready():
             self.check(f"waiting for {what}")
@@ -196,7 +197,7 @@ class Mailbox:
                     raise PeerLostError(text, culprit=self.ids[member])
             if not next_check.passed():
                 continue
-            next_check = Deadline(limit_s / _CHECKS)
+            next_check = Deadline(check_s)
             if not published:
                 self._store.set(f"waits/{self.me}", str(member))
                 published = True

@@ -93,9 +93,10 @@ class Recorder:
         if end_ns is None:
             end_ns = self.now() if lane == MAIN else _clock()
         # One append of one tuple: no other thread can see a partial span. Counted afterwards: a span that is counted
-        # and not there yet would pass for one that was dropped.
+        # and not there yet would pass for one that was dropped. `clear` begins another count.
+        counted = self._appended
         self._spans.append((category, lane, start_ns, end_ns, self.epoch, self.microbatch_index, unit, peer, nbytes))
-        self._appended()
+        counted()
 
     def span(self, category: str, *, unit: str = "", peer: int = NO_PEER) -> _SpanContext:
         """Record the body of a `with` as one span of the main lane, even if it raises."""

@@ -108,8 +108,8 @@ def test_a_message_comes_back_once_it_is_there_as_a_whole() -> None:
     ours, theirs = socket.socketpair()
     in_background("odc-echo", lambda: _echo(theirs))
     message = bytes(range(256)) * 1024
-    ours.settimeout(0.2)
     ours.sendall(struct.pack("!I", len(message)) + message[:-1])
+    ours.settimeout(0.2)
     with pytest.raises(TimeoutError):
         ours.recv(1)
     ours.setblocking(True)

@@ -173,12 +173,15 @@ def test_the_json_comes_back_and_every_key_is_documented(figures: dict, tmp_path
 
 def test_a_device_stays_a_device(figures: dict, tmp_path: Path) -> None:
     """--json /dev/stdout, or /dev/null: as root a rename would replace it."""
-    path = tmp_path / "out" / "null"
-    path.parent.mkdir()
-    path.symlink_to("/dev/null")
-    new_file(path, "json")
-    write_report(path, figures)
-    assert path.is_symlink() and [path] == list(path.parent.iterdir())
+    redirected, folder = tmp_path / "out.json", tmp_path / "dev"
+    redirected.touch()
+    folder.mkdir()
+    for name, target in (("null", "/dev/null"), ("stdout", redirected)):
+        (folder / name).symlink_to(target)
+        new_file(folder / name, "json")
+        write_report(folder / name, figures)
+        assert (folder / name).is_symlink()
+    assert json.loads(redirected.read_text()) == figures and len(list(folder.iterdir())) == 2
 
 
 def test_what_is_no_number_in_json_is_null(figures: dict, tmp_path: Path) -> None:

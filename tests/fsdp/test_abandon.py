@@ -208,7 +208,7 @@ def test_a_plain_loop_goes_on_after_a_failed_backward(ranks: Pools, layer: int) 
     assert_as_if_never(ranks(2), [Planned((1, 1)), bad, retried, bad, bad, Planned((1, 1))], plain=True)
 
 
-def accumulated(model: Any, rank: int, number: int, mark: str, fault: Fault | None, says: bool = False) -> bool:
+def accumulated(model: Any, rank: int, number: int, mark: str, fault: Fault | None, says: str) -> bool:
     """A minibatch of four marked backwards, of which `fault` is in the second, caught. Returns whether it is given up.
 
     torch marks the next backward before the forward, so that is done before anything can see to the exception. With
@@ -220,6 +220,8 @@ def accumulated(model: Any, rank: int, number: int, mark: str, fault: Fault | No
             try:
                 backward(model, rank, number, m, fault if m == 1 else None)
             except Boom:
+                if says == "after no_sync":  # as its context leaves it
+                    model.set_is_last_backward(True)
                 if says:
                     model.abandon_minibatch("boom")
         except AbandonedMinibatchError as lost:
@@ -228,23 +230,27 @@ def accumulated(model: Any, rank: int, number: int, mark: str, fault: Fault | No
 
 
 @pytest.mark.parametrize(
-    ("mark", "layer", "says"),
-    [("set_is_last_backward", 0, False), ("set_requires_gradient_sync", 2, False), ("set_is_last_backward", 2, True)],
+    ("mark", "fault", "says"),
+    [
+        ("set_is_last_backward", Fault("backward", 0), ""),
+        ("set_requires_gradient_sync", Fault("backward", 2), ""),
+        ("set_is_last_backward", Fault("backward", 2), "after no_sync"),
+        ("set_is_last_backward", Fault("forward", 2), "under its mark"),
+    ],
 )
 @on_ranks(2)
 def test_a_loop_with_marks_keeps_step_after_a_failed_backward_that_was_not_the_last(
-    rank: int, world: int, mark: str, layer: int, says: bool
+    rank: int, world: int, mark: str, fault: Fault, says: str
 ) -> None:
     """The error leaves every rank's loop in the same minibatch, so that later ones are whole."""
-    fault = Fault("backward", layer) if rank == 1 else None
+    mine = fault if rank == 1 else None
     found = []
     for bad in ([False, True, True, False], [False, False]):
         model, optimizer = programs.new(fully_shard, settings=EXACT)
         given_up = list[bool]()
         for step in bad:
-            given_up.append(
-                accumulated(model, rank, len(given_up) - sum(given_up), mark, fault if step else None, says)
-            )
+            number = len(given_up) - sum(given_up)
+            given_up.append(accumulated(model, rank, number, mark, mine if step else None, says))
             if not given_up[-1]:
                 optimizer.step()
             optimizer.zero_grad()

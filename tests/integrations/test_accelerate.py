@@ -194,7 +194,37 @@ class Buckets(torch.utils.data.BatchSampler):
 
 
 class Epochs(Buckets):
-    def set_epoch(self, epoch: int) -> None: ...
+    """In an order drawn anew in each epoch, and whenever that begins again."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator = torch.Generator().manual_seed(epoch)
+
+    def __iter__(self) -> Any:
+        return iter([[2 * i, 2 * i + 1] for i in torch.randperm(4, generator=self.generator).tolist()])
+
+
+def own_order(rank: int, world: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Batches of two epochs, and those from the second epoch's second batch on after a recovery."""
+    from odc.integrations.accelerate import RepeatableBatches
+
+    as_torchrun(rank, world)
+    made = accelerator(None)
+    loader = made.prepare(torch.utils.data.DataLoader(torch.arange(8), batch_sampler=Epochs()))
+    batches, count = RepeatableBatches(made, loader), 4 // world
+    first = [next(batches).tolist() for _ in range(count + 1)]
+    kept = batches.state_dict()
+    rest = [next(batches).tolist() for _ in range(count - 1)]
+    batches.load_state_dict(kept)
+    return first + rest, [next(batches).tolist() for _ in range(count - 1)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_batch_sampler_of_ones_own_learns_of_each_epoch(ranks, world: int) -> None:
+    orders = [torch.randperm(4, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(2)]
+    expected = [[2 * i, 2 * i + 1] for order in orders for i in order]
+    for rank, (found, again) in enumerate(ranks(world).run(own_order)):
+        assert found == expected[rank::world]
+        assert again == found[-len(again) :]
 
 
 def orders(rank: int, world: int) -> dict[str, str]:

@@ -29,10 +29,11 @@ class Waits:
     def __init__(self, group: HeapGroup, end: Callable[[], None]) -> None:
         self.board, self.end = group.layouts[0].mine.board, end
         self.words = ArenaWords(group.members[0].protocol, self.look_on)
-        self.begun, self.seen = recorder().now(), list[int]()
+        self.begun, self.seen = 0, list[int]()
 
     def look_on(self, member: int) -> bool:
         """On the waiting thread, again and again."""
+        self.begun = self.begun or recorder().now()
         self.seen.append(self.board.load(Word.WAITING))
         if recorder().now() - self.begun > LONG_NS:
             self.end()
