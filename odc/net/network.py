@@ -242,9 +242,8 @@ def dial(
             return _admitted(connection, secret, me, rank, purpose)
         except OSError as error:
             if connection is None:
-                if cure := remedy(
-                    error, _NO_PORT if error.errno == errno.EADDRNOTAVAIL and ":" not in address[0] else ""
-                ):
+                no_port = error.errno == errno.EADDRNOTAVAIL and ":" not in address[0]  # or IPv6 is off here
+                if cure := remedy(error, _NO_PORT if no_port else ""):
                     raise UnsupportedError(f"{where}: {error}; {cure}") from error
                 if error.errno not in _UNREACHABLE or unreachable.passed():
                     hint = "if that is not where this host reaches it, set Settings(address=...) there"
