@@ -326,13 +326,14 @@ class Rendezvous:
 
     # shutting down -----------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def settle(self, within_s: float | None = None) -> None:
         """Announce that this rank will attach to no other member of its shard group: it has attached to all, or shuts
-        down.
+        down. Waits for the store, for `within_s` if given.
 
         It attaches to replicas only when it is done with a minibatch, before whose end no member shuts down.
         """
-        self._store.set(self._key(self.grid.me) + "/settled", "1")
+        store = self._store if within_s is None else self._store.within(within_s)
+        store.set(self._key(self.grid.me) + "/settled", "1")
 
     def unsettled(self, members: Sequence[int]) -> list[int]:
         """Those of `members` that may still attach to this rank: they live, and have neither settled nor aborted."""

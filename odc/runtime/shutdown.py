@@ -16,6 +16,7 @@ from odc.deadlines import (
     RELEASE_FIRST_CHECK_S,
     RELEASE_JOIN_S,
     RELEASE_LONGEST_CHECK_S,
+    STORE_ENDING_S,
     Backoff,
     Deadline,
 )
@@ -73,6 +74,7 @@ class HeapRelease:
                 return True
         except OdcError:  # no process can attach without the store, and it has gone with its host or does not answer
             self._aborted()  # or the job was, which ends that wait
+            self._settled = True  # as far as can be: `give_up` does not ask once more
             return True
         return self._expired()
 
@@ -105,6 +107,15 @@ class HeapRelease:
     def end(self) -> None:
         """Close the heap at once, even if peers still need it. Does not wait."""
         self._ending.run()
+
+    def give_up(self) -> None:
+        """As `end`, on the thread of releases, also where the daemon stops. This process may live on, as after an error
+        that was caught: peers that have not attached must not wait for it. Waits 2 s at most for the store.
+        """
+        if not (self._settled or self._ending.over() or self._layout.mine.board.load(Word.ABORT)):
+            with contextlib.suppress(OdcError):
+                self._rendezvous.settle(STORE_ENDING_S)
+        self.end()
 
     def _close(self) -> None:
         """On the daemon's thread, which waits for no device: memory is unmapped once that is done with all its work."""
@@ -199,7 +210,7 @@ class ReleaseQueue:
                 backoff.restart()
             for release in self._added[:]:
                 if self._stopping or _is_over(release):
-                    release.end()
+                    release.give_up()
                     release.over.wait(RELEASE_FIRST_CHECK_S)
                 if release.over.is_set():
                     self._added.remove(release)

@@ -175,6 +175,20 @@ def test_heaps_that_are_left_when_the_daemon_stops_are_closed(side: Make) -> Non
     assert not is_open(late)
 
 
+def test_no_peer_waits_for_a_rank_whose_daemon_stopped_and_which_lives_on(
+    side: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that shuts down after an error in another root, which it had caught."""
+    one, other = side(0).announce(), side(1).announce()
+    with monkeypatch.context() as patched:
+        patched.setattr(shutdown.HeapRelease, "check", lambda release: False)
+        left(other)
+        other.daemon.close()
+    until(lambda: not is_open(other))
+    left(one)()
+    assert not is_open(one)
+
+
 class LaterLanes:
     """Stands in for those of a device."""
 
