@@ -157,8 +157,9 @@ def test_hosts_with_unequally_many_ranks_are_refused(started: Callable[..., Host
 
 
 def test_a_host_that_has_the_mean_number_learns_that_others_have_not(
-    started: Callable[..., HostTeam], sites: list[LaunchSite]
+    started: Callable[..., HostTeam], sites: list[LaunchSite], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hosts, "_PREPARE_S", 60.0)  # or a host that learns nothing waits for hours
     for refused in (1, 2):
         with pytest.raises(ConfigError):
             started(refused, [2, 3, 1])
