@@ -1,6 +1,6 @@
 """Where a stored figure comes from: the commit, the date, the machine and how busy it was, and what is installed.
 
-Call `begin()` before measuring, and store what `Measurement.facts()` returns at the end.
+Call `begin()` before measuring, and store what `Measurement.facts()` returns at the end, as `json_text`.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_INTERRUPTED = 130  # typer's exit code, too
 _COMMANDS: tuple[Command, ...] = (train, train_mm, compare, grpo, compare_grpo, plan, simulate, bench, doctor, status)
 for _command in _COMMANDS:
     app.command()(_command)
@@ -53,16 +54,13 @@ _shown = {"traceback": False}
 
 def run(arguments: list[str]) -> int:
     """Runs one command and returns the exit code. Errors of odc are one line, unless `--traceback` was given."""
+    code = 0
     try:
         app(args=arguments, prog_name="odc")
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-        if code == 130:  # typer's for KeyboardInterrupt
-            print("odc: interrupted", file=sys.stderr)
-        return code
     except KeyboardInterrupt:  # before typer runs the command, or as it ends
-        print("odc: interrupted", file=sys.stderr)
-        return 130
+        code = _INTERRUPTED
     except OdcError as error:
         if _shown["traceback"]:
             traceback.print_exc()
@@ -70,5 +68,7 @@ def run(arguments: list[str]) -> int:
                 print(f"--- rank {rank}\n{text}", file=sys.stderr)
         notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
         print(f"odc: {notes}{error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
-    return 0
+        code = 2 if isinstance(error, ValueError) else 1
+    if code == _INTERRUPTED:
+        print("odc: interrupted", file=sys.stderr)
+    return code

@@ -8,6 +8,7 @@ their spans. So hosts share no folder.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import os
@@ -61,17 +62,17 @@ class HostTeam:
         """
         names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
         number, count, per_host, world = (int(os.environ[name]) for name in names)
-        wrong = f"{world} ranks on {count} hosts, {per_host} of them here" if world != count * per_host else ""
-        error = ConfigError(f"{wrong}: every host must start equally many (--nproc-per-node)")
-
-        def team(patience_s: float) -> HostTeam:
-            store = store_of_hosts(number, patience_s)
-            return cls(number, count, per_host, os.environ["MASTER_ADDR"], store, timeout_s, task)
-
-        if not wrong:
-            return team(timeout_s)
+        join = functools.partial(
+            cls, number, count, per_host, os.environ["MASTER_ADDR"], timeout_s=timeout_s, task=task
+        )
+        if world == count * per_host:
+            return join(store=store_of_hosts(number, timeout_s))
+        error = ConfigError(
+            f"{world} ranks on {count} hosts, {per_host} of them here: every host must start equally many "
+            "(--nproc-per-node)"
+        )
         with contextlib.suppress(Exception):  # the store's host may have been refused, too, and be gone
-            team(_REFUSED_S)._mail.fail(error)
+            join(store=store_of_hosts(number, _REFUSED_S))._mail.fail(error)
         raise error
 
     @property

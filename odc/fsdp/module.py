@@ -228,6 +228,15 @@ def sharded_tops(model: nn.Module) -> list[OdcModule]:
     return [top for child in model.children() for top in sharded_tops(child)]
 
 
+def reshard_all(model: nn.Module) -> None:
+    """Shards again all that is sharded in `model`, also by torch: a forward without a backward leaves parameters whole,
+    in the place of the shards. Does not wait.
+    """
+    for module in model.modules():
+        if isinstance(module, compat.FSDPModule):
+            module.reshard()
+
+
 def add_methods(module: nn.Module) -> None:
     """Put `OdcModule` in front of a module's class; torch's `fully_shard` has put `FSDPModule` there."""
     cls = type(module)

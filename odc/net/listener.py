@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def remedy(error: OSError, otherwise: str) -> str:
-    """What to do about an error of opening or listening: not `otherwise` where this machine has run out of it."""
+    """What to do about an error of opening or listening: `otherwise`, unless this machine has run out of something."""
     return _RUN_OUT.get(error.errno or 0, otherwise)
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from odc.errors import ConfigError, UnsupportedError
+from odc.fsdp import reshard_all
 from odc.fsdp._torch_amp import begin_iteration
 
 
@@ -169,8 +169,8 @@ class TrainingState:
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and buffers, with their names."""
-        for module in [one for model in self.models for one in model.modules() if isinstance(one, FSDPModule)]:
-            module.reshard()  # a forward without a backward leaves the root's parameters whole
+        for model in self.models:
+            reshard_all(model)
         for i, model in enumerate(self.models):
             for name, tensor in (*model.named_parameters(), *_buffers(model)):
                 yield (f"{i}.{name}" if i else name), tensor

@@ -113,7 +113,7 @@ class HeapRelease:
         that was caught: peers that have not attached must not wait for it. Waits 2 s at most for the store.
         """
         if not (self._settled or self._ending.over() or self._layout.mine.board.load(Word.ABORT)):
-            with contextlib.suppress(OdcError):
+            with contextlib.suppress(OdcError, RuntimeError):  # the latter where no thread can be started
                 self._rendezvous.settle(STORE_ENDING_S)
         self.end()
 

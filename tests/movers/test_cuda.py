@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 from collections.abc import Callable
-from contextlib import nullcontext
-from enum import IntEnum
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,15 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.deferred import move_all
 from support.on_ranks import on_interpreted_ranks
-from support.uninterpreted import run_uninterpreted
 
-from odc.errors import OdcError, UnsupportedError
-from odc.memory import HostLanes, driver_calls
-from odc.movers import choice, driver
+from odc.errors import UnsupportedError
 from odc.movers import cpu as cpu_mover
-from odc.movers.choice import mover_for
 from odc.movers.cuda import CudaMover
-from odc.settings import Settings
 
 SHARDS = 3
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -127,7 +117,6 @@ def test_kernels_move_the_same(rank: int, world: int) -> None:
 @on_interpreted_ranks(1)
 def test_what_kernels_do_not_convert_torch_does(rank: int, world: int) -> None:
     """As a frozen shard in 8 bits that is computed in bf16; a complex number is two words."""
-    from odc.errors import UnsupportedError
     from odc.movers import triton
     from odc.movers.compiled import CompiledMover
 
@@ -231,189 +220,3 @@ def test_autograd_does_not_notice_a_parameter_filled_again() -> None:
     fill()
     loss.backward()
     assert x.grad is not None and x.grad.tolist() == [4.0] * 4
-
-
-def test_the_device_and_the_settings_decide_what_moves_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda", 1)
-    for kernels in ("auto", "torch"):
-        assert mover_for(Settings(kernels=kernels), torch.device("cpu")) is cpu_mover  # type: ignore[arg-type]
-    assert type(mover_for(Settings(kernels="torch"), cuda)) is CudaMover
-    monkeypatch.setattr("odc.movers.choice._kernels_run", lambda device: False)
-    assert type(mover_for(Settings(), cuda)) is CudaMover, "torch moves what no kernel can"
-
-
-@needs_triton
-def test_kernels_are_the_default_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odc.movers.choice._failure", lambda device: "")
-    choice._kernels_run.cache_clear()
-    mover = mover_for(Settings(copy_engine_bytes=77), torch.device("cuda", 0), own=3)
-    assert type(mover).__name__ == "CompiledMover" and mover.atomic  # type: ignore[attr-defined]
-    assert (mover._own, mover._least) == (3, 77)  # type: ignore[attr-defined]
-
-
-@needs_triton
-def test_kernels_that_cannot_be_built_leave_the_data_to_torch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """However many models there are, one warning; whoever asked for kernels gets an error."""
-    tried: list[torch.device] = []
-
-    def fails(device: torch.device) -> None:
-        tried.append(device)
-        raise RuntimeError("Failed to find C compiler.\nAnd more")
-
-    monkeypatch.setattr("odc.movers.triton.launch_one", fails)
-    choice._kernels_run.cache_clear(), choice._failure.cache_clear()
-    cuda = torch.device("cuda", 0)
-    try:
-        for _ in range(2):
-            assert type(mover_for(Settings(), cuda)) is CudaMover
-        (warning,) = caplog.messages
-        assert "torch's take their place: RuntimeError: Failed to find C compiler.; triton builds" in warning
-        with pytest.raises(UnsupportedError, match="no kernel runs on cuda:0: RuntimeError: Failed to find C compiler"):
-            mover_for(Settings(kernels="triton"), cuda)
-        assert tried == [cuda], "once a process"
-    finally:
-        choice._kernels_run.cache_clear(), choice._failure.cache_clear()
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    "full",
-    [torch.OutOfMemoryError("full"), RuntimeError("Triton Error [CUDA]: out of memory")],
-    ids=["torch", "triton"],
-)
-def test_a_full_device_says_nothing_of_kernels(
-    full: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Or the rank would do without them from then on, though there is room later."""
-
-    def fails(*_: object) -> None:
-        raise full
-
-    monkeypatch.setattr("odc.movers.triton.launch_one", fails)
-    choice._kernels_run.cache_clear(), choice._failure.cache_clear()
-    cuda = torch.device("cuda", 0)
-    try:
-        with pytest.raises(type(full)):
-            mover_for(Settings(), cuda)
-        monkeypatch.setattr("odc.movers.triton.launch_one", lambda device: None)
-        mover = mover_for(Settings(), cuda)
-        monkeypatch.setattr(type(mover), "prepare", fails)
-        with pytest.raises(type(full)):
-            choice.prepare_mover(mover, Settings(), cuda, 1, HostLanes(), [], True)
-        assert not caplog.messages
-    finally:
-        choice._kernels_run.cache_clear(), choice._failure.cache_clear()
-
-
-@needs_triton
-@pytest.mark.parametrize("compiler", [None, "/no/such/compiler"])
-def test_a_machine_without_a_compiler_is_found_by_one_launch(compiler: str | None, tmp_path: Path) -> None:
-    """By triton's own driver, which it builds when the first kernel is launched."""
-    (failure, kind), errors = run_uninterpreted("no_compiler.py", tmp_path, CC=compiler, PATH=str(tmp_path))
-    assert ("C compiler" if compiler is None else compiler) in failure
-    assert kind == "CudaMover" and "torch's take their place" in errors
-
-
-class Result(IntEnum):
-    """As cuda.bindings answers."""
-
-    CUDA_SUCCESS = 0
-    CUDA_ERROR_INVALID_CONTEXT = 201
-
-
-class StandIn:
-    """The driver's two functions and torch's stream: what was asked for, and what is answered."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, codes: list[int], stream: int = 5, batches: bool = True) -> None:
-        self.copied: list[tuple[int, ...]] = []
-        self.batched: list[list[tuple[int, ...]]] = []
-        self.queried, self._codes = 0, codes
-        patch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=stream, query=self._query))
-        patch.setattr(driver_calls, "bindings", lambda: SimpleNamespace(cuMemcpyAsync=self._copy))
-        patch.setattr(driver, "_batch_function", lambda: self._batch if batches else None)
-        patch.setattr(driver, "_refused", [])
-
-    def _query(self) -> None:
-        self.queried += 1
-
-    def _copy(self, *args: int) -> tuple[Result]:
-        self.copied.append(args)
-        return (Result(self._codes.pop(0) if self._codes else 0),)
-
-    def _batch(self, targets: int, sources: int, sizes: int, count: int, *rest: int) -> int:
-        attributes, first, kinds, failed, stream = rest
-        message = ctypes.cast(attributes, ctypes.POINTER(driver._Attributes)).contents
-        assert (message.order, message.flags, kinds, stream) == (1, 1, 1, 5) and failed
-        assert ctypes.c_size_t.from_address(first).value == 0
-        columns = [(ctypes.c_uint64 * count).from_address(each) for each in (targets, sources, sizes)]
-        self.batched.append(list(zip(*columns, strict=True)))
-        return self._codes.pop(0) if self._codes else 0
-
-
-@pytest.mark.parametrize(("codes", "queries", "refused"), [([0], 0, ""), ([201, 0], 1, ""), ([201, 201], 1, "201")])
-def test_a_thread_without_a_context_gets_one(
-    codes: list[int], queries: int, refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in = StandIn(monkeypatch, codes)
-    with pytest.raises(OdcError, match=f"CUDA error {refused}") if refused else nullcontext():
-        driver.copy(1, 2, 3)
-    assert stand_in.queried == queries and not codes
-
-
-@pytest.mark.parametrize("codes", [[], [201, 0, 201, 0]])
-def test_memory_is_zeroed_by_the_driver(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it and nothing beside it, four bytes at a time; for no bytes nothing is asked."""
-    stand_in, waiting = StandIn(monkeypatch, []), list(codes)
-
-    def memset(target: int, value: int, words: int, stream: int) -> tuple[Result]:
-        assert (value, stream) == (0, 5) and words > 0
-        code = waiting.pop(0) if waiting else 0
-        if not code:
-            ctypes.memset(target, 0, 4 * words)
-        return (Result(code),)
-
-    monkeypatch.setattr(driver_calls, "bindings", lambda: SimpleNamespace(cuMemsetD32Async=memset))
-    totals = [torch.ones(6), torch.ones(4, dtype=torch.float64), torch.ones(0)]
-    CudaMover(0, 1).zero([totals[0][1:4], totals[1][:2], totals[2]])
-    assert totals[0].tolist() == [1, 0, 0, 0, 1, 1] and totals[1].tolist() == [0, 0, 1, 1]
-    assert stand_in.queried == codes.count(201)
-    waiting += [201, 201]
-    with pytest.raises(OdcError, match="zeroing 24 bytes on the device was refused: .* error 201"):
-        CudaMover(0, 1).zero(totals)
-
-
-THREE = [(10, 1, 5), (20, 2, 6), (30, 3, 7)]  # target, source, bytes
-
-
-def asks_for(*copies: tuple[int, int, int]) -> None:
-    driver.copy_all(*(np.array(column, dtype=np.int64) for column in zip(*copies, strict=True)))
-
-
-@pytest.mark.parametrize("codes", [[], [201, 0]])
-def test_many_copies_are_one_call(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = StandIn(monkeypatch, list(codes))
-    asks_for(*THREE)
-    assert stand_in.batched[-1] == THREE and len(stand_in.batched) == (len(codes) or 1) and not stand_in.copied
-    asks_for(THREE[0])
-    assert [copy[:3] for copy in stand_in.copied] == THREE[:1], "one copy needs no batch"
-
-
-@pytest.mark.parametrize(
-    "options", [{"batches": False}, {"codes": [801]}, {"stream": 0}], ids=["old driver", "refused", "default stream"]
-)
-def test_without_batches_copies_are_asked_for_one_by_one(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_in = StandIn(monkeypatch, **{"codes": [], **options})
-    for _ in range(2):
-        stand_in.copied.clear()
-        asks_for(*THREE)
-        assert [copy[:3] for copy in stand_in.copied] == THREE
-    assert len(stand_in.batched) == (1 if options.get("codes") == [] or "codes" in options else 0)
-
-
-def test_settings_refuse_sizes_of_nothing() -> None:
-    with pytest.raises(ValueError, match="copy_engine_bytes must be"):
-        Settings(copy_engine_bytes=0)

@@ -1,7 +1,7 @@
 """Chooses a mover where triton has to build its driver first; prints why it cannot, and which mover it is.
 
-Run as a script by `tests/movers/test_cuda.py`, in a process where nothing is interpreted. Memory of the CPU stands for
-a device's, and nothing is run: triton's own driver fails before.
+Run as a script by `tests/movers/test_choice.py`, in a process where nothing is interpreted. Memory of the CPU stands
+for a device's, and nothing is run: triton's own driver fails before.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from odc.arms import Arm
 from odc.balance import Cost, lb_mini
@@ -18,6 +17,7 @@ from odc.experiments.config import JobConfig
 from odc.experiments.data.documents import Document
 from odc.experiments.data.packing import pack, padded_dummy
 from odc.experiments.update import gather
+from odc.fsdp import reshard_all
 
 _AT_ONCE = 256  # documents that one plan spreads over the ranks
 
@@ -60,6 +60,4 @@ def _readable(model: nn.Module, arm: Arm, config: JobConfig) -> Iterator[None]:
     """Inside, forwards may run; at its end parameters are sharded again, as a checkpoint needs them."""
     with session(modules=[model], timeout_s=config.timeout_s) if arm.on_demand else nullcontext():
         yield
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard_all(model)

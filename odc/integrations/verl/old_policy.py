@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from odc.fsdp import reshard_all
 
 _WORKERS = "verl.experimental.separation.engine_workers"
 
@@ -52,8 +53,6 @@ def load(module: Any, kept: Mapping[str, torch.Tensor]) -> None:
 
 def _shards(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """This rank's, by name. An inference may have left whole parameters in their place, which are given up."""
-    for one in module.modules():
-        if isinstance(one, FSDPModule):
-            one.reshard()
+    reshard_all(module)
     for name, parameter in module.named_parameters():
         yield name, parameter.to_local() if isinstance(parameter, DTensor) else parameter
