@@ -114,7 +114,7 @@ def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     """The way of a fetch, which depends on the size, and each way alone."""
     from odc.movers import driver
 
-    peer, size, at = _next(), mine[0].nbytes, heap.layout.offset("data")
+    size = mine[0].nbytes
     raw = [piece.view(torch.uint8) for piece in peers]
     usual = mover_for(Settings(), torch.device("cuda"), own=1)  # shard 0 is a peer's
     ways: Ways = {
@@ -123,10 +123,10 @@ def _device_gets(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
         f"get, {TORCH_KERNEL}": lambda i: torch._foreach_copy_([mine[i]], [peers[i]]),
     }
     if triton_is_here():
-        from odc import kernels
+        from odc.movers.compiled import CompiledMover
 
-        table = heap.base_addresses().to(heap.device)
-        ways[f"get, {TRITON_KERNEL}"] = lambda i: kernels.get(mine[i], table, peer, at + i * size)
+        kernel = CompiledMover(1, 1 << 62)  # shard 0 is a peer's, and no piece is large enough for the copy engine
+        ways[f"get, {TRITON_KERNEL}"] = lambda i: kernel.gather([mine[i]], [0], 1, [(0, raw[i])])
     return ways
 
 

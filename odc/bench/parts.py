@@ -5,7 +5,6 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 
@@ -15,13 +14,12 @@ class Part:
 
     function: str  # "module:function"; makes its actions, on every rank
     copies: int = 3  # of its size that it holds on one rank at once, at most; to refuse what does not fit
-    compiled: bool = False  # by compiled Triton kernels, so on CUDA alone
     on: Literal["cpu", "cuda"] | None = None  # the only device it is measured on
 
     def prepare(self) -> Callable[[int, str], list[Any]]:
         """The function; loads torch."""
-        found: Callable[..., list[Any]] = pkgutil.resolve_name(f"odc.bench.{self.function}")
-        return partial(found, kernels="triton") if self.compiled else found
+        found: Callable[[int, str], list[Any]] = pkgutil.resolve_name(f"odc.bench.{self.function}")
+        return found
 
 
 PARTS: dict[str, Part] = {
@@ -38,9 +36,6 @@ PARTS: dict[str, Part] = {
     "exchange": Part("dispatching:exchange", 24, on="cpu"),
     "planners": Part("dispatching:planners", on="cpu"),
     "add": Part("heaps:add", 9, on="cuda"),
-    "accumulate-kernel": Part("sharded:accumulate", 13, compiled=True, on="cuda"),
-    "publish-kernel": Part("sharded:publish", 10, compiled=True, on="cuda"),
-    "gather-kernel": Part("sharded:gather", 8, compiled=True, on="cuda"),
 }
 
 

@@ -38,10 +38,10 @@ def opened(
     return root_of(held.module)
 
 
-def accumulate(nbytes: int, device: str, **settings: Any) -> list[Action]:
+def accumulate(nbytes: int, device: str) -> list[Action]:
     """Adds `nbytes` of fp32 to the next rank's accumulator, as a pusher does with `accumulate="direct"`."""
     world = dist.get_world_size()
-    root = opened(nbytes * world, device, shape="one", accumulate="direct", **settings)
+    root = opened(nbytes * world, device, shape="one", accumulate="direct")
     (unit,) = root.layout.units
     owner = root.grid.shard_group[(root.grid.shard + 1) % world]
     values = [Piece(0, torch.ones(unit.numel, device=device))]
@@ -56,10 +56,10 @@ def publish_cast(nbytes: int, device: str) -> list[Action]:
     return publish(nbytes, device, torch.bfloat16)
 
 
-def publish(nbytes: int, device: str, compute: torch.dtype = torch.float32, **settings: Any) -> list[Action]:
+def publish(nbytes: int, device: str, compute: torch.dtype = torch.float32) -> list[Action]:
     """Copies `nbytes` of this rank's shards to where peers can read them."""
     name = "publish" if compute is torch.float32 else "publish, cast to bf16"
-    root = opened(nbytes * dist.get_world_size(), device, compute, **settings)
+    root = opened(nbytes * dist.get_world_size(), device, compute)
     moved = sum(unit.published_bytes for unit in root.layout.units)
     shards = [[param.shard() for param in group.odc_params] for group in root.groups]
     limit = baselines.copy(moved, device, dtype=compute)
@@ -112,9 +112,9 @@ class PlainCopy:
             output.untyped_storage().resize_(0)
 
 
-def gather(nbytes: int, device: str, **settings: Any) -> list[Action]:
+def gather(nbytes: int, device: str) -> list[Action]:
     """`module.unshard()` of a unit of `nbytes`, which allocates its parameters anew."""
-    root = opened(nbytes, device, **settings)
+    root = opened(nbytes, device)
     module = held.module
     plain = PlainCopy(root, module, device)
     kind = baselines.transport(device)

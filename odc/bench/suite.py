@@ -17,7 +17,7 @@ from odc.bench.report import facts, spread
 from odc.bench.rounds import Timed, measure, slowest
 from odc.bench.tables import MIB, SCHEMA, brief, text_of
 from odc.bench.units import drop
-from odc.errors import ConfigError, install
+from odc.errors import ConfigError
 from odc.memory import free_memory
 from odc.provenance import begin
 
@@ -44,11 +44,10 @@ def parts_of(device: str) -> list[str]:
 
 def unfit(name: str, device: str) -> str:
     """Why a part cannot be measured on `device` here; empty where it can."""
-    part = PARTS[name]
-    if part.on not in (None, device):
-        return f"{name} is measured on the CPU (--device cpu)" if part.on == "cpu" else f"{name} needs a CUDA device"
-    missing = part.compiled and not heaps.triton_is_here()
-    return f"{name} needs triton ({install('kernels')})" if missing else ""
+    on = PARTS[name].on
+    if on in (None, device):
+        return ""
+    return f"{name} is measured on the CPU (--device cpu)" if on == "cpu" else f"{name} needs a CUDA device"
 
 
 def run(
@@ -164,7 +163,7 @@ def _rows(part: str, timed: Sequence[Timed], ranks: int, size: int | None, devic
     return [
         {
             "part": part,
-            "what": each.name + (", Triton kernel" if PARTS[part].compiled else ""),
+            "what": each.name,
             "device": device,
             "ranks": ranks,
             "size": size,

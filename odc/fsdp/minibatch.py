@@ -58,12 +58,11 @@ class Minibatch:
         self._member, self._sender, self._groups, self._iteration = member, sender, groups, iteration
         self._protocol, self._rank = member.protocol, member.grid.rank
         self._collector, self.stale = Collector(member, groups), StaleCheck(member.layout)
-        self.shards = member.grid.shards
-        self.state = RootState.CLOSED
+        self.shards, self.state = member.grid.shards, RootState.CLOSED
         self.explicit = self.manual = False
         self.current = OpenEpoch()
         self.last = LastPushes(len(groups))
-        # Of a frozen model no epoch ends: a window of the trace would stay open around all others.
+        # Of a frozen model no epoch ends: it has no gradients to meet for, and a window of the trace would stay open.
         self._trains = any(spec.trained for unit in member.layout.units for spec in unit.params)
         self._kept = False  # units may hold unsharded parameters although the minibatch has ended
 
@@ -74,8 +73,8 @@ class Minibatch:
 
     @property
     def ends_by_backward(self) -> bool:
-        """Whether a backward that is marked as the last ends the minibatch."""
-        return not (self.explicit or self.manual)
+        """Whether a backward that is marked as the last ends the minibatch; one through a frozen model never does."""
+        return self._trains and not (self.explicit or self.manual)
 
     @contextlib.contextmanager
     def ended_by_caller(self) -> Iterator[None]:
@@ -255,6 +254,8 @@ class Minibatch:
         if self.state is not RootState.OPEN:
             return None
         self._iteration.reset(self._groups)
+        if not (self._trains or self.explicit or self.manual):  # nothing of a frozen model is lost
+            return None
         self._give_up(reason)
         if not ends:
             return None
@@ -270,9 +271,10 @@ class Minibatch:
     def recover(self) -> None:
         """Clear torch's state after an exception that the training loop has caught; outside of a backward.
 
-        An interrupted forward has pushed nothing and costs its microbatch. An interrupted backward costs the minibatch:
-        part of its gradients is at their owners already. In a plain loop the minibatch ends here only if that backward
-        was marked as the last; otherwise the backward that is marked so ends it, and raises on this rank too.
+        An interrupted forward has pushed nothing and costs its microbatch. An interrupted backward costs the minibatch,
+        as part of its gradients is at their owners already; one that has not reached the model leaves no trace. In a
+        plain loop the minibatch ends here only if that backward was marked as the last; otherwise the backward that is
+        marked so ends it, and raises on this rank too.
         """
         if self._iteration.backward_cut_short():
             reason = "a backward ended with an exception, which the training loop has caught"

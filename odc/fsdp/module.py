@@ -46,8 +46,8 @@ class OdcModule(compat.FSDPModule):
 
         On the root only, on every rank, once a minibatch. `.grad` is there when the block ends; clip, step and zero
         after it. An exception that leaves the block aborts the job on every rank. If any rank has called
-        `abandon_minibatch`, or has caught an exception of a backward, the block's end raises AbandonedMinibatchError on
-        every rank; none has a gradient.
+        `abandon_minibatch`, or has caught an exception of a backward that had reached the model, the block's end raises
+        AbandonedMinibatchError on every rank; none has a gradient.
         """
         return minibatch(self)
 

@@ -115,8 +115,10 @@ class Root:
         fresh = self.minibatch.state is RootState.CLOSED
         self.minibatch.begin()
         if not fresh and self.settings.stale_check:
-            shards = [[param.shard() for param in group.odc_params] for group in self.groups]
-            self.minibatch.stale.compare(self.minibatch.epoch, shards, now=not torch.is_grad_enabled())
+            params = [group.odc_params for group in self.groups]
+            shards = [[param.shard() for param in unit] for unit in params]
+            trains = torch.is_grad_enabled() and any(param.parameter.requires_grad for unit in params for param in unit)
+            self.minibatch.stale.compare(self.minibatch.epoch, shards, now=not trains)
         protocol.count_microbatch()
         self.minibatch.last.forward()
         self.fetcher.restart()

@@ -2,7 +2,7 @@
 
 On the CPU a change is an error before the microbatch runs. On a device a microbatch asks for one launch and waits for
 nothing. What it finds is read at the end of the minibatch, where the host waits anyway: no optimizer steps, but the
-microbatch has run. Where no gradients are recorded (evaluation) it is read at once, because no end may come.
+microbatch has run. Where no gradients are made (evaluation, a frozen model) it is read at once, as no end may come.
 """
 
 from __future__ import annotations

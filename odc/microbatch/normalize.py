@@ -214,12 +214,12 @@ class LossNormalizer:
         ranks, sums = self._reduced(grown)
         divisors = dict(zip(self._names, sums[: len(self._names)], strict=True))
         numerators = dict(zip(self._metrics, sums[len(self._names) :], strict=True))
+        if self.normalization == "per_microbatch":
+            divisors["microbatches"] = float(self._positions)
         metrics = {
             name: numerators[name] / divisors[over] if divisors[over] else math.nan
             for name, over in self._metrics.items()
         }
-        if self.normalization == "per_microbatch":
-            divisors["microbatches"] = float(self._positions)
         missing, promised = self._missing(divisors), self._promised or {}
         self._start()
         _check(promised, divisors)

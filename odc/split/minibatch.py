@@ -66,7 +66,7 @@ def open_minibatch(model: nn.Module) -> PieceMinibatch | None:
     if top is None:
         return None
     root = root_of(top)
-    if root.minibatch.ends_by_backward:
+    if not (root.minibatch.explicit or root.minibatch.manual):
         return None
     root.minibatch.begin()
     return PieceMinibatch(root)

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.compare import differences
-from support.models import next_token_loss, own_gradients, own_parameters, reduced_exactly, tokens
+from support.models import VOCABULARY, next_token_loss, own_gradients, own_parameters, reduced_exactly, tokens
 from support.on_ranks import on_hosts, on_ranks
 from support.programs import PLAIN, Compared, Make, Programs, Result, backward, new
 from support.ranks import Pools
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 
@@ -217,6 +218,31 @@ def a_frozen_teacher_in_the_same_minibatch(make: Make, rank: int, world: int) ->
 @PROGRAMS.add
 def a_frozen_teacher_that_was_opened_once(make: Make, rank: int, world: int) -> Result:
     return distilled(make, rank, world, False)
+
+
+@PROGRAMS.add
+def a_frozen_judge_through_which_gradients_flow(make: Make, rank: int, world: int) -> Result:
+    """Its backwards end no minibatch: it has no gradients, and ranks run it as often as they have microbatches."""
+    student, optimizer = exact(make)
+    torch.manual_seed(7)
+    judge: Any = nn.Sequential(nn.Linear(VOCABULARY, 4), nn.Linear(4, 1)).requires_grad_(False)
+    for part in (*judge, judge):
+        make(part, **({"settings": Settings(timeout_s=20.0)} if make is fully_shard else {}))
+    for step, counts in enumerate((*COUNTS, COUNTS[0])):
+
+        def microbatch(i: int, step: int = step, counts: tuple[int, ...] = counts) -> None:
+            verdict = judge(student(tokens(rank, step, i))).square().sum()
+            (verdict * (0.1 if i < counts[rank] else 0.0)).backward()
+
+        if make is fully_shard:
+            with student.minibatch():
+                for i in range(counts[rank]):
+                    microbatch(i)
+        else:
+            at_last(student, max(counts), student.set_requires_gradient_sync, microbatch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(own_parameters(student))
 
 
 # one rank evaluates, the other trains ----------------------------------------------------------------------------

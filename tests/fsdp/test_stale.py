@@ -135,3 +135,17 @@ def test_on_a_device_an_evaluation_is_refused_at_once(rank: int, world: int) -> 
         model.publish()
         model(torch.ones(2, 8))
         root_of(model).shut_down()
+
+
+@on_ranks(1)
+def test_on_a_device_a_frozen_model_is_refused_at_once(rank: int, world: int) -> None:
+    """A teacher that runs with gradients recorded, as nothing in it requires any, has no end either."""
+    with late():
+        model, _ = _model()
+        model.requires_grad_(False)
+        model(torch.ones(2, 8))
+        model.reshard()
+        _change(model)
+        with pytest.raises(StaleParametersError, match="1.weight changed"):
+            model(torch.ones(2, 8))
+        root_of(model).shut_down()

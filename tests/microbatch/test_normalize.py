@@ -318,3 +318,13 @@ def test_the_last_is_each_ranks_own(rank: int, world: int) -> None:
     normalizer = LossNormalizer(3, normalization="per_microbatch")
     marks = [normalizer.last for _ in normalizer.microbatches(range((3, 1)[rank]), lambda _: 1)]
     assert marks == [[False, False, True], [True]][rank]
+
+
+@on_ranks(2)
+def test_a_metric_may_be_divided_by_the_positions_of_all_ranks(rank: int, world: int) -> None:
+    normalizer = LossNormalizer(3, normalization="per_microbatch", metrics={"loss": "microbatches"})
+    for size in normalizer.microbatches((2, 4), lambda size: size):
+        normalizer.scaled(torch.zeros(()), size)
+        normalizer.metric("loss", float(size) * (rank + 1))
+    totals = normalizer.finish([])
+    assert totals.divisors["microbatches"] == 2 and totals.metrics["loss"] == (2 + 4) * 3 / 2
