@@ -63,15 +63,10 @@ def node_wise(
     known = np.asarray(sizes, np.int64)
     if len(known) != len(rearrangement.order) or (len(known) and known.min() < 0):
         raise PlanError(f"sizes must list a volume >= 0 for each of {len(rearrangement.order)} examples")
-    places, figures = place_batches(
-        rearrangement.sources,
-        rearrangement.owners,
-        known,
-        rearrangement.instances,
-        per_node,
-        budget_s=budget_s,
-    )
-    return NodeWise(rearrangement.relabel(places), places, *figures)
+    given = rearrangement.sources, rearrangement.owners, known, rearrangement.instances, per_node
+    places, cost, before = place_batches(*given, budget_s=budget_s)
+    bound = _Placement.of(*given).bound() if before else 0.0
+    return NodeWise(rearrangement.relabel(places), places, cost, before, bound)
 
 
 def place_batches(
@@ -82,24 +77,24 @@ def place_batches(
     per_node: int,
     *,
     budget_s: float,
-) -> tuple[Ints, tuple[int, int, float]]:
+) -> tuple[Ints, int, int]:
     """`node_wise` for data in any place: instance `senders[e]` holds `sizes[e]` of batch `batches[e]`.
 
-    Returns the instance of each batch, and (cost, cost before, bound).
+    Returns the instance of each batch, the cost, and the cost before.
     """
     if per_node < 1:
         raise PlanError(f"a node has at least one instance, not {per_node!r}")
     d, m = instances, -(-instances // per_node)
     if m == 1 or not len(sizes):
-        return np.arange(d), (0, 0, 0.0)
+        return np.arange(d), 0, 0
     problem = _Placement.of(senders, batches, sizes, d, per_node)
     before = problem.most_sent(problem.node_of)
     affordable = max(_LEAST_STEPS, int(budget_s / problem.step_s))
-    node, bound = problem.exchange(min(affordable, _STEPS_EACH * d))
+    node = problem.exchange(min(affordable, _STEPS_EACH * d))
     cost = problem.most_sent(node)
     if cost > before:
         node, cost = problem.node_of, before
-    return problem.seated(node), (cost, before, bound)
+    return problem.seated(node), cost, before
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,28 +150,34 @@ class _Placement:
         sent = np.bincount(self.senders[away], weights=self.sizes[away], minlength=1)
         return int(sent.max())
 
-    def exchange(self, steps: int) -> tuple[Ints, float]:
-        """A good node of each batch, by largest overlap first and exchanges, and the bound by counting."""
-        d, m = len(self.totals), len(self.firsts) - 1
+    def overlaps(self) -> tuple[Ints, Ints, Ints]:
+        """Batch, node, and what the node's senders have of the batch, the largest first."""
+        m = len(self.firsts) - 1
         keys = self.batches * m + self.node_of[self.senders]  # sorted, as the entries are
         key, first = np.unique(keys, return_index=True)
         overlap = np.add.reduceat(self.sizes, first)
         falls = falling(overlap, None)
-        pair_batch, pair_node, overlap = key[falls] // m, key[falls] % m, overlap[falls]
+        return key[falls] // m, key[falls] % m, overlap[falls]
+
+    def exchange(self, steps: int) -> Ints:
+        """A good node of each batch, by largest overlap first and exchanges."""
+        d = len(self.totals)
+        pair_batch, pair_node, _ = self.overlaps()
         by_sender = np.argsort(self.senders.astype(np.int16) if d < 1 << 15 else self.senders, kind="stable")
         begins = np.concatenate([[0], np.cumsum(np.bincount(self.senders, minlength=d))])
         _, given = run_loop(_loops.place, len(self.sizes), pair_batch, pair_node, self.rooms, np.full(d, -1))
         node, scratch = np.asarray(given[-1], np.int64), np.empty((3, d), np.int64)
         fixed = self.volume, begins, self.batches[by_sender], self.firsts, self.node_of, self.totals.copy()
         _, given = run_loop(_loops.improve, len(self.sizes), *fixed, node, *scratch, steps, _KICK)
-        return np.asarray(given[-3], np.int64), self._bound(pair_node, overlap)
+        return np.asarray(given[-3], np.int64)
 
-    def _bound(self, pair_node: Ints, overlap: Ints) -> float:
+    def bound(self) -> float:
         """Lower bound on what the busiest sender sends.
 
         A sender keeps at most as many of its batches as its node takes, its largest; the senders of a node together
         keep at most the largest of those of the whole node, and the most sent is at least their mean.
         """
+        _, pair_node, overlap = self.overlaps()
         falls = falling(self.sizes, None)
         n, m = len(self.sizes), len(self.firsts) - 1
         room_of, none = self.rooms[self.node_of], np.zeros(len(self.totals), np.int64)

@@ -182,7 +182,7 @@ def _placed(
 ) -> Rearrangement:
     """The move with mini-batches placed node-wise, and examples of equal length staying at their homes."""
     instances, per_node = move.instances, nodes.size
-    places, _ = place_batches(senders, batches, sizes, instances, per_node, budget_s=nodes.budget_s)
+    places, _, _ = place_batches(senders, batches, sizes, instances, per_node, budget_s=nodes.budget_s)
     owners = keep_local(places[move.owners], homes, lengths, instances, per_node, tolerance=nodes.tolerance)
     return Rearrangement.to(move.counts, owners)
 
