@@ -49,7 +49,8 @@ def kill_hosts(hosts: Any, folder: Path, kills: list[int], killed: list[Note]) -
             if time.monotonic() > deadline:
                 raise SystemExit(f"step {step} has not begun within {LIMIT_S:g} s")
             time.sleep(0.005)
-        killed.append({"host": (number + 1) % 2, "at": kill_ranks(hosts[(number + 1) % 2])})
+        killed.append({"host": (number + 1) % 2, "at": time.monotonic()})
+        kill_ranks(hosts[(number + 1) % 2])
 
 
 def lost_hosts(kills: list[int], steps: int) -> dict[str, Any]:
