@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 
 from odc.handover.reader import Reader
+from odc.memory import advise_huge
 from odc.worker import Job, Worker
 
 _ALIGNMENT = 16  # bytes, of a tensor's place among those of its group
@@ -41,7 +42,10 @@ def read_groups(
     groups = _groups_of(shapes, nbytes)
     device, most = torch.device(device), [max(map(_bytes_of, groups[i::2])) for i in range(min(2, len(groups)))]
     pinned = device.type == "cpu" and reader.device.type == "cuda"  # a GPU's copies into other memory are slower
-    rooms = torch.empty(sum(most), dtype=torch.uint8, device=device, pin_memory=pinned).split(most)
+    room = torch.empty(sum(most), dtype=torch.uint8, device=device, pin_memory=pinned)
+    if device.type == "cpu" and not pinned:
+        advise_huge(room)  # it is used once or twice: much of the time would be page faults
+    rooms = room.split(most)
     worker = Worker("odc-reader")
 
     def begin(number: int) -> Job[dict[str, torch.Tensor]]:

@@ -19,6 +19,7 @@ from odc.errors import StaleVersionError, UnsupportedError, WaitTimeoutError
 from odc.handover.handle import PublishedParameter, ShardOwner, WeightHandle
 from odc.handover.kept import KeptMember, bring, keeps
 from odc.handover.slices import ParameterSlice, ShardPart, parts_of, slice_of, whole_of
+from odc.memory import advise_huge
 from odc.net import host_identity
 from odc.protocol import Word
 from odc.runtime import MappedMember, ReadOnlyMember, RemoteMember, WeightEngine
@@ -206,6 +207,7 @@ class Reader:
                 tensor = next(iter(one.tensors.values()), None)
             if tensor is None:
                 tensor = torch.empty(shape, dtype=known.torch_dtype, device="cpu")
+                advise_huge(tensor)
             one.tensors[name] = tensor
         return list(found.values())
 
