@@ -72,10 +72,6 @@ class Cut:
         """Other places that read the keys and values of this one."""
         return [other for other in range(len(self.slices)) if other != place and self.seen[place][other]]
 
-    def grad_rows(self, place: int) -> int:
-        """Tokens of others for which this place computes gradients of keys and values."""
-        return sum(self.seen[owner][place] for owner in self.owners(place))
-
     def positions(self, place: int, device: torch.device | None = None) -> Tensor:
         """Position of each token of a piece in the sample, int64."""
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.slices[place]])

@@ -144,7 +144,6 @@ def test_which_place_reads_which():
     cut = Cut(contiguous(30, 3, float))
     assert [cut.owners(place) for place in range(3)] == [[], [0], [0, 1]]
     assert [cut.readers(place) for place in range(3)] == [[1, 2], [2], []]
-    assert [cut.grad_rows(place) for place in range(3)] == [0, 10, 20]
     both = Cut(zigzag(32, 2))
     assert both.seen == [[16, 8], [16, 16]], "the last piece sees nothing of the first one's second slice"
 
