@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from odc.kernels.dtypes import accumulator_dtype, kernel_dtype, word_dtype
-from odc.kernels.launch import BESIDE_COMPUTE, PreparedLaunch, block_of, ceil_div, check_table, contiguous
+from odc.kernels.launch import BESIDE_COMPUTE, block_of, ceil_div, check_table, contiguous, prepared
 from odc.kernels.rows import Rows, row_of, row_table
 from odc.kernels.tables import passing_table
 from odc.kernels.tile import move_tile, zero_tile
@@ -96,7 +96,7 @@ class ScatterPlan:
         ]
         self.device, self._shards, self._blocks = device, shards, sum(counts)
         self._rows = make_rows(counts, columns, device)
-        self._launch = PreparedLaunch(accumulate_kernel, device, TO=write, FROM=read, BLOCK=size, HOW=how)
+        self._launch = prepared(accumulate_kernel, device, TO=write, FROM=read, BLOCK=size, HOW=how)
 
     def run(
         self,

@@ -109,6 +109,6 @@ def _launches(device: torch.device, block: int | None, sums: tuple[_Sum, ...]) -
         for place, n, addresses in added:
             columns.append((place, n, len(sources), len(addresses)))
             sources += addresses
-        run = prepared(add_kernel, device, accumulator_dtype(to), kernel_dtype(origin), size)
+        run = prepared(add_kernel, device, TO=accumulator_dtype(to), FROM=kernel_dtype(origin), BLOCK=size)
         found.append((run, sum(programs), *row_numbers(programs, columns), tuple(sources)))
     return found

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from odc.kernels.dtypes import kernel_dtype
 from odc.kernels.get import copy_types, pull, refuse_conversion
-from odc.kernels.launch import BESIDE_COMPUTE, PreparedLaunch, block_of, ceil_div, check_table, contiguous
+from odc.kernels.launch import BESIDE_COMPUTE, PreparedLaunch, block_of, ceil_div, check_table, contiguous, prepared
 from odc.kernels.nvshmem import Symmetric, options_for
 from odc.kernels.rows import Rows, row_of, row_table
 from odc.kernels.tables import passing_table
@@ -112,7 +112,8 @@ class GatherPlan:
         args, constants = options_for(table, symmetric)
         run = self._launches.get(symmetric is None)
         if run is None:
-            run = PreparedLaunch(gather_kernel, self.device, **self._constants, **constants)
+            make = prepared if symmetric is None else PreparedLaunch  # a library among the constants makes them no key
+            run = make(gather_kernel, self.device, **self._constants, **constants)
             self._launches[symmetric is None] = run
         run(
             min(self._blocks * count, programs or BESIDE_COMPUTE),

@@ -5,7 +5,8 @@ and callers keep the memory alive until the launch is over (on a GPU: until its 
 
 Triton interprets kernels that were defined with TRITON_INTERPRET set in the environment. The interpreter patches
 triton's language module and is not thread-safe, and the first launch of a compiled kernel compiles it, so one lock is
-held around every launch. No garbage is collected meanwhile: a finalizer may wait for a thread that waits for that lock.
+held around every launch, except by a `PreparedLaunch` that is compiled. No garbage is collected meanwhile: a finalizer
+may wait for a thread that waits for that lock.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ class PreparedLaunch:
 
 
 @cache
-def prepared(kernel: Any, device: torch.device, write: Any, read: Any, block: int) -> PreparedLaunch:
-    """The launches of a kernel from and to memory of such types."""
-    return PreparedLaunch(kernel, device, TO=write, FROM=read, BLOCK=block)
+def prepared(kernel: Any, device: torch.device, **constants: Any) -> PreparedLaunch:
+    """As `PreparedLaunch`, one for all that launch the kernel so: the first launch of any of them compiles it."""
+    return PreparedLaunch(kernel, device, **constants)
 
 
 def _alone(run: Callable[..., Any], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:

@@ -199,7 +199,8 @@ def _launches(
     found = []
     for (to, source), rows in pairs.items():
         programs = [tiles_in(columns[3], to.itemsize) for columns in rows]
-        run = prepared(pack_kernel, device, kernel_dtype(to), kernel_dtype(source), elements_of_tile(to.itemsize))
+        size = elements_of_tile(to.itemsize)
+        run = prepared(pack_kernel, device, TO=kernel_dtype(to), FROM=kernel_dtype(source), BLOCK=size)
         found.append((run, sum(programs), *row_numbers(programs, rows)))
     return found
 

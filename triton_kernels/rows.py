@@ -114,6 +114,6 @@ def _launches(
     for (to, origin), columns in groups.items():
         size = block or block_of(kernel, max(to.itemsize, origin.itemsize), max(column[2] for column in columns))
         programs = [ceil_div(column[2], size) for column in columns]
-        run = prepared(kernel, device, kernel_dtype(to), kernel_dtype(origin), size)
+        run = prepared(kernel, device, TO=kernel_dtype(to), FROM=kernel_dtype(origin), BLOCK=size)
         found.append((run, sum(programs), *row_numbers(programs, columns)))
     return found

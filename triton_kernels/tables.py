@@ -7,8 +7,10 @@ pinned memory, and as much on the device, for so many tables.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -18,12 +20,15 @@ _KEPT = 1024  # tables that are allocated one by one; each takes 512 bytes of a 
 #: Of a ring: how many tables, and the numbers of the longest; 4 MiB here and as much there. A fetch takes two tables,
 #: so a minibatch of some hundred units finds those of the last one. A table has a number for each parameter of a unit.
 SLOTS, NUMBERS = 256, 2048
+HELD = 9  # tables, the most that a call takes: one of the owners, and two for each of four dtypes
 
 
 class TableRing:
     """Tables of one stream, which must be the current one in every call. Any thread may call any method.
 
-    The least recently asked for table makes room. What the stream was asked for before has read it, in its order.
+    The least recently asked for table makes room. What the stream was asked for before has read it, in its order. A
+    thread may still be about to launch with the `HELD` tables that it has asked for last, however long it is held up:
+    none of these makes room.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,19 +39,39 @@ class TableRing:
         self._copied = [torch.cuda.Event() for _ in range(SLOTS)] if pinned else []
         # By their numbers the slot and its view, which is made once; the next to make room first.
         self._tables: OrderedDict[tuple[int, ...], tuple[int, torch.Tensor]] = OrderedDict()
+        self._held: weakref.WeakKeyDictionary[threading.Thread, deque[int]] = weakref.WeakKeyDictionary()  # their slots
         self._changing = threading.Lock()
 
     def table(self, numbers: tuple[int, ...]) -> torch.Tensor:
-        """int64 [numbers] on the device, for what the stream is asked for until `SLOTS` others have been asked for."""
+        """int64 [numbers] on the device, for the launches of this thread until it has asked for `HELD` others."""
         with self._changing:
             found = self._tables.get(numbers)
             if found is None:
-                full = len(self._tables) == SLOTS
-                slot = self._tables.popitem(last=False)[1][0] if full else len(self._tables)
+                slot = self._room()
+                if slot is None:
+                    return pointer_table(numbers, self._there.device)
                 self._fill(slot, numbers)
                 found = self._tables[numbers] = slot, self._there[slot, : len(numbers)]
             self._tables.move_to_end(numbers)
+            self._hold(found[0])
             return found[1]
+
+    def _room(self) -> int | None:
+        """The slot to fill next; None if threads hold every one."""
+        if len(self._tables) < SLOTS:
+            return len(self._tables)
+        held = set(itertools.chain.from_iterable(self._held.values()))
+        oldest = next((numbers for numbers, (slot, _) in self._tables.items() if slot not in held), None)
+        return None if oldest is None else self._tables.pop(oldest)[0]
+
+    def _hold(self, slot: int) -> None:
+        thread = threading.current_thread()
+        held = self._held.get(thread)
+        if held is None:
+            held = self._held[thread] = deque(maxlen=HELD)
+        elif slot in held:
+            held.remove(slot)
+        held.append(slot)
 
     def _fill(self, slot: int, numbers: tuple[int, ...]) -> None:
         copied = self._copied[slot] if self._copied else None
@@ -69,7 +94,7 @@ def reserve_tables(device: torch.device) -> None:
 
 
 def passing_table(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64, 1-D, read-only, for the next launches of the current stream; to keep one, take a `pointer_table`.
+    """int64, 1-D, read-only, for this thread's next launches in the current stream; a `pointer_table` may be kept.
 
     Allocates nothing where the stream has a ring and the numbers are no more than `NUMBERS`. Does not wait.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Protocol, cast
@@ -17,7 +17,7 @@ import torch
 from odc.errors import UnsupportedError, install
 from odc.memory import Lanes
 from odc.movers import cpu
-from odc.movers.plans import Addition, PackedUnit, Patches, Rounding
+from odc.movers.plans import Addition, Dtypes, PackedUnit, Patches, Rounding
 from odc.settings import Settings
 
 LAUNCHING = ("fetch", "push", "server")  # lanes in which odc's threads launch kernels
@@ -74,13 +74,11 @@ class DeviceMover(DataMover, Protocol):
     atomic: bool
     packs: bool
 
-    def prepare(
-        self, device: torch.device, dtypes: Iterable[tuple[torch.dtype, torch.dtype | None]], atomic: bool
-    ) -> None:
+    def prepare(self, device: torch.device, dtypes: Dtypes, atomic: bool) -> None:
         """Compile and load what the calls below launch, and make what they need of memory in the current lane; with
         `atomic`, atomic adds to peers as well.
 
-        `dtypes` are pairs: of parameters and their gradients, and of the sums of these, None where there are none.
+        `dtypes` are of shards, of parameters and their gradients, and of the sums of these, None where there are none.
 
         On the training thread. Loading a module, as allocating, may wait for every kernel that runs on the device:
         another thread that did so would hold its rank up, or wait for a kernel that waits for that thread's rank.
@@ -179,7 +177,7 @@ def prepare_mover(
     device: torch.device,
     own: int,
     lanes: Lanes,
-    dtypes: Iterable[tuple[torch.dtype, torch.dtype | None]],
+    dtypes: Dtypes,
     atomic: bool,
 ) -> DataMover:
     """Prepare `mover` for odc's lanes; as of `mover_for`, torch takes its place with "auto" if one of its kernels

@@ -25,8 +25,8 @@ from odc.kernels import (
     reserve_tables,
 )
 from odc.movers import cpu, driver, triton
-from odc.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources, Sums, Values
-from odc.movers.plans import PackedUnit
+from odc.movers.cuda import CopyAll, CudaMover, EngineCopies, Sources, Values
+from odc.movers.plans import Dtypes, PackedUnit
 
 
 class CompiledMover(CudaMover):
@@ -43,11 +43,13 @@ class CompiledMover(CudaMover):
     add = staticmethod(triton.add)
     accumulate = staticmethod(triton.accumulate)
 
-    def prepare(self, device: torch.device, dtypes: Sums, atomic: bool) -> None:
+    def prepare(self, device: torch.device, dtypes: Dtypes, atomic: bool) -> None:
         """See `DeviceMover.prepare`: each kernel is launched on one number. Its blocks do not depend on sizes."""
         reserve_tables(device)
-        for dtype, total in dict.fromkeys(dtypes):
+        for own, dtype, total in dict.fromkeys(dtypes):
             value = torch.zeros(1, dtype=dtype, device=device)
+            found = torch.zeros(1, dtype=torch.int32, device=device)
+            self.differ([value], [torch.zeros(1, dtype=own, device=device)], found)
             memory = value.view(torch.uint8)
             triton.gather([torch.zeros_like(value)], [0], 1, [(0, memory)])
             if total is None:

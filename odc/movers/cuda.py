@@ -6,18 +6,17 @@ compute; all others together by one kernel of torch's, because a copy each would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import torch
 
 from odc.movers import cpu, driver
-from odc.movers.plans import Addition, PackedUnit, Patches, Rounding
+from odc.movers.plans import Addition, Dtypes, PackedUnit, Patches, Rounding
 
 _COMPARED = 4 << 20  # elements at a time: what a comparison of shards with what was published takes beside them
 
 Sources = Sequence[tuple[int, torch.Tensor]]
-Sums = Iterable[tuple[torch.dtype, torch.dtype | None]]  # see `DeviceMover.prepare`
 CopyAll = Callable[[np.ndarray, np.ndarray, np.ndarray], None]
 
 
@@ -95,9 +94,9 @@ class CudaMover:
     add = staticmethod(cpu.add)
     accumulate = staticmethod(cpu.add)
 
-    def prepare(self, device: torch.device, dtypes: Sums, atomic: bool) -> None:
+    def prepare(self, device: torch.device, dtypes: Dtypes, atomic: bool) -> None:
         """See `DeviceMover.prepare`; torch compiles nothing, and loads a kernel when it is first launched."""
-        for dtype, total in dict.fromkeys(dtypes):
+        for dtype, total in dict.fromkeys([kinds[1:] for kinds in dtypes]):
             value = torch.zeros(1, dtype=dtype, device=device)
             torch._foreach_copy_([torch.zeros_like(value)], [value])
             value.view(torch.uint8).zero_()

@@ -4,11 +4,12 @@ rounded; for devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
+Dtypes = Iterable[tuple[torch.dtype, torch.dtype, torch.dtype | None]]  # see `DeviceMover.prepare`
 #: Of a unit, by parameter: where its shard is published, the version before, which may lie in the same place, and the
 #: shard; then the memory for what has changed.
 PackedUnit = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor]

@@ -59,7 +59,11 @@ class HeapLayout(Regions):
     def _prepare_mover(self) -> None:
         """No thread but this one, which trains, is to compile a kernel; gradients come in their parameter's dtype."""
         dtypes = [
-            (spec.dtype, unit.accumulator_dtype if spec.trained and spec.dtype in WIRE_DTYPES else None)
+            (
+                spec.own_dtype or spec.dtype,
+                spec.dtype,
+                unit.accumulator_dtype if spec.trained and spec.dtype in WIRE_DTYPES else None,
+            )
             for unit in self.units
             for spec in unit.params
         ]

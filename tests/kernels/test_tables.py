@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
+
 import torch
+from support.kernel_heaps import failures_of_threads
 from support.on_ranks import on_interpreted_ranks
 
 
@@ -58,3 +62,55 @@ def test_a_table_passes_through_the_ring_of_its_stream(rank: int, world: int) ->
     many = passing_table(range(2000), cpu)  # of a unit of so many parameters
     assert many.tolist() == list(range(2000)) and many.untyped_storage().data_ptr() == ring._there.data_ptr()
     assert passing_table([3] * (NUMBERS + 1), cpu).tolist() == [3] * (NUMBERS + 1), "longer ones are allocated"
+
+
+@on_interpreted_ranks(1)
+def test_a_table_stays_while_a_thread_is_held_up_before_its_launch(rank: int, world: int) -> None:
+    """As long as it takes another one to compile: others ask the stream for any number of tables meanwhile."""
+    from odc.kernels.tables import HELD, SLOTS, TableRing
+
+    ring = TableRing(torch.device("cpu"))
+
+    def ask(numbers: Iterable[int]) -> None:
+        for i in numbers:
+            assert ring.table((i, -i)).tolist() == [i, -i]
+
+    def ask_in_a_thread(numbers: Iterable[int]) -> None:
+        assert not failures_of_threads(1, lambda _: ask(numbers), 60)
+
+    held = [ring.table((7, 7, i)) for i in range(HELD)]
+    ask_in_a_thread(range(3 * SLOTS))
+    assert [table.tolist() for table in held] == [[7, 7, i] for i in range(HELD)]
+    ring.table((7, 7, 0)), ask(range(1))  # the first is the latest but one
+    ask_in_a_thread(range(1, 3 * SLOTS))
+    assert held[0].tolist() == [7, 7, 0] and held[1].tolist() != [7, 7, 1], "as many as are held, and no more"
+
+
+@on_interpreted_ranks(1)
+def test_threads_that_hold_every_slot_find_room_elsewhere(rank: int, world: int) -> None:
+    from odc.kernels.tables import HELD, SLOTS, TableRing
+
+    ring, found = TableRing(torch.device("cpu")), dict[int, torch.Tensor]()
+    over, count = threading.Event(), -(-SLOTS // HELD)
+    asked = threading.Barrier(count + 1)
+
+    def ask(first: int) -> None:
+        for i in range(first, first + HELD):
+            found[i] = ring.table((i, i))
+        asked.wait(60)
+        assert over.wait(60)
+
+    threads = [threading.Thread(target=ask, args=(HELD * i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    asked.wait(60)
+    assert all(table.tolist() == [i, i] for i, table in found.items()) and len(found) == count * HELD
+    inside = sum(table.untyped_storage().data_ptr() == ring._there.data_ptr() for table in found.values())
+    assert inside == SLOTS < len(found)
+    over.set()
+    for thread in threads:
+        thread.join()
+    threads.clear()
+    del thread
+    last = ring.table((-1, -1))
+    assert last.untyped_storage().data_ptr() == ring._there.data_ptr(), "what ended threads held makes room"

@@ -20,9 +20,10 @@ def test_no_thread_but_the_training_one_compiles_or_loads(tmp_path: Path) -> Non
     found, _ = run_uninterpreted("prepared.py", tmp_path)
     assert found["launched"] > 300, "the threads launched nothing"
     assert found["late"] == [], f"{len(found['late'])} kernels were loaded by other threads"
-    early = 10 + 6 + 2 + 3
+    assert found["locked"] == [], f"{len(found['locked'])} launches wait where another thread compiles"
+    early = 12 + 8 + 2 + 3
     assert found["early"] == early, (
-        "five kernels a dtype; then four, those of 2-byte words are there; two that patch, three that round"
+        "six kernels a dtype; then five, those of 2-byte words are there; two that patch, three that round"
     )
 
 
@@ -46,7 +47,7 @@ def test_torchs_kernels_are_loaded_by_the_training_thread() -> None:
     """Where there is no compiler: what the other threads call was called before, with the same dtypes."""
     mover, numel, shards = CudaMover(1, 1 << 40, move_all), 6, 2
     with Launched() as early:
-        mover.prepare(torch.device("cpu"), [(BF16, F32), (F32, F32), (F32, None)], False)
+        mover.prepare(torch.device("cpu"), [(F32, BF16, F32), (F32, F32, F32), (F32, F32, None)], False)
     with Launched() as late:
         for dtype in (BF16, F32):
             values = [torch.ones(shards * numel - 1, dtype=dtype)]

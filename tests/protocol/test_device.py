@@ -237,7 +237,7 @@ def test_kernels_are_made_ready_for_the_dtypes_of_all_units(
         for layout in group.layouts:
             device, dtypes, found = layout.mover.prepared  # type: ignore[attr-defined]
             assert device == layout.heap.device and found == atomic
-            assert set(dtypes) == {(BF16, F32), (F32, F32)}
+            assert set(dtypes) == {(BF16, BF16, F32), (F32, F32, F32)}
 
 
 def test_kernels_are_made_ready_in_every_lane_in_which_threads_launch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,16 +45,17 @@ def everything(n: int, offset: int, table: torch.Tensor) -> int:
 
 
 def prepared() -> bool:
-    """Whether the second launch of a plan, which binds no arguments, asks the driver for what a first one would."""
+    """Whether a later launch of a plan, which binds no arguments, asks the driver for what one that binds them does."""
     sources, table = [16 * i for i in range(1, 4)], torch.zeros(4, dtype=torch.int64)
     numels, offsets, outs = [40] * 3, [0, 10, 20], [torch.empty(40) for _ in range(3)]
-    one, other = (kernels.ScatterPlan(numels, [10] * 3, offsets, torch.float32, 4, table.device) for _ in range(2))
-    two, fourth = (kernels.GatherPlan(outs, offsets, 4, table.device) for _ in range(2))
+    scatter = kernels.ScatterPlan(numels, [10] * 3, offsets, torch.float32, 4, table.device)
+    gather = kernels.GatherPlan(outs, offsets, 4, table.device)
     found = []
-    for first, second in ((one, other), (two, fourth)):
-        first.run([8, 8, 8], table, 0, 1)
-        for plan in (first, second):
-            plan.run(sources, table, 1, 3)
+    plans: tuple[Any, ...] = scatter, gather
+    for plan in plans:
+        plan.run([8, 8, 8], table, 0, 1)
+        for warps in (None, 4):  # by default as many
+            plan.run(sources, table, 1, 3, warps=warps)
             found.append(
                 [one.tolist() if isinstance(one, torch.Tensor) else str(one).split(" at ")[0] for one in launched[-1]]
             )

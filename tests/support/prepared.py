@@ -1,4 +1,5 @@
-"""Prepares a `CompiledMover` and then moves units by it in other threads; prints which thread loaded what.
+"""Prepares a `CompiledMover` and then moves units by it in other threads; prints which thread loaded what, and which
+took the lock that is held around a compilation.
 
 Run as a script by `tests/movers/test_prepared.py`, in a process where nothing is interpreted. Kernels are compiled for
 sm_90 and never run: a stand-in for triton's driver counts what is loaded and drops launches. Memory of the CPU stands
@@ -7,8 +8,10 @@ for a device's.
 
 from __future__ import annotations
 
+import importlib
 import json
 import threading
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +23,7 @@ from support.triton_driver import StandInDriver, StandInUtils, use
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 loaded: list[str] = []  # by which thread
 launched: list[str] = []
+locked: list[str] = []
 
 
 class NotedUtils(StandInUtils):
@@ -72,18 +76,32 @@ def minibatch(
                     mover.add_part(values, (numel,), (0,), 0, sums)
                     mover.addition([sums[:numel]], [[values[0][:numel]] * 3]).run()
                     mover.add([sums[1 : 1 + numel]], [values[0][:numel]])
+                    shard, found = torch.zeros(numel, dtype=total), torch.zeros(1, dtype=torch.int32)
+                    mover.differ([values[0][:numel]], [shard], found)
                     if atomic:
                         mover.accumulate_all(values, (numel,), (0,), [(0, sums), (1, sums)])
                         mover.accumulate([sums[:numel]], [values[0][:numel]])
 
 
+def note_locks() -> None:
+    launch = importlib.import_module("odc.kernels.launch")
+    alone = launch._alone
+
+    def noted(*asked: Any) -> Any:
+        locked.append(threading.current_thread().name)
+        return alone(*asked)
+
+    launch._alone = noted
+
+
 def main() -> None:
-    """Print what the main thread loaded, what others loaded, and how much others launched."""
+    """Print what the main thread loaded, what others loaded, how much others launched, and how often under the lock."""
     use(Driver())
+    note_locks()
     for dtypes, total, atomic in ([BF16, F32], F32, True), ([F16, F64], F64, False):
         for least in (1 << 30, 4096):
             mover = CompiledMover(0, least, no_copies)
-            mover.prepare(torch.device("cpu"), [(dtype, total) for dtype in dtypes], atomic)
+            mover.prepare(torch.device("cpu"), [(total, dtype, total) for dtype in dtypes], atomic)
             sizes = [[(16, 2)], [(5000, 4)], [(3, 8), (40, 1)]]  # elements and their bytes, by unit
             units = [[(8192 * i, *size) for i, size in enumerate(unit)] for unit in sizes]
             patches: list[Patches] = [mover.patches(unit, torch.device("cpu")) for unit in units]
@@ -96,7 +114,8 @@ def main() -> None:
             thread.join()
     others = [name for name in launched if name.startswith("odc-")]
     late = [name for name in loaded if name.startswith("odc-")]
-    print(json.dumps({"early": len(loaded) - len(late), "late": late, "launched": len(others)}))
+    found = {"early": len(loaded) - len(late), "late": late, "launched": len(others)}
+    print(json.dumps(found | {"locked": [name for name in locked if name.startswith("odc-")]}))
 
 
 if __name__ == "__main__":
