@@ -14,6 +14,8 @@ from odc.fsdp.minibatch import Minibatch
 from odc.protocol import Gradient, UnitSpec, flatten
 from odc.trace import FETCH, recorder
 
+LEFT = "shut down"  # in place of a root: none is built any more
+
 
 class OdcParamGroup(FetchedGroup):
     """A torch parameter group whose shards are fetched and whose gradients are pushed. Made by `adopt`.
@@ -22,8 +24,8 @@ class OdcParamGroup(FetchedGroup):
         odc_node_size: ranks of a node (`RankGrid.node_size`).
         odc_trained: for each parameter whether it required a gradient when it was sharded.
         odc_needed_now: whether the caller of `unshard` waits for it at once.
-        odc_find_root: builds the root, which sets the attributes below.
-        odc_root: keeps the root alive for as long as its groups; None before their first use.
+        odc_find_root: builds the root, which sets the attributes below; raises an error once one has shut down.
+        odc_root: keeps the root alive until it shuts down, which makes this LEFT; None before the first use.
     """
 
     odc_node_size: int
@@ -91,6 +93,7 @@ class OdcParamGroup(FetchedGroup):
         taken = [(i, param, param.take_gradient()) for i, param in enumerate(self.odc_params)]
         if not any(param.was_unsharded for param in self.odc_params):
             return
+        self._use_root()
         wanted, self.reduce_grads = self.reduce_grads, False
         try:
             super().post_backward(*unused)
@@ -110,19 +113,25 @@ class OdcParamGroup(FetchedGroup):
         super().finalize_backward()
         self.drop_fetch()
         if self.odc_root is not None:
+            self._use_root()
             self.odc_minibatch.finalized(self)
 
     def _use_root(self) -> None:
-        if self.odc_root is None:
+        if self.odc_root in (None, LEFT):
             self.odc_find_root(self)
+
+    def leave_root(self) -> None:
+        """Let go of a root that has shut down, whose memory would stay with the model: the next use raises an error."""
+        self.odc_root, self.odc_fetch = LEFT, None
+        for name in ("odc_unit", "odc_fetcher", "odc_minibatch"):
+            self.__dict__.pop(name, None)
 
     def forget_root(self) -> None:
         """As before the first use: the next one builds a root."""
-        self.odc_root = self.odc_fetch = None
+        self.leave_root()
+        self.odc_root = None
         self.odc_params = []
         self.odc_needed_now = False
-        for name in ("odc_unit", "odc_fetcher", "odc_minibatch"):
-            self.__dict__.pop(name, None)
 
 
 def adopt(

@@ -128,12 +128,17 @@ class Root:
         return bool(ids) and any(id(param.parameter) in ids for group in self.groups for param in group.odc_params)
 
     def shut_down(self, note: str = "") -> Callable[[], None]:
-        """Shut down in good order; the modules must not be run any more. Does not wait. Idempotent.
+        """Shut down in good order; the modules, which let go of this root, must not be run any more. Does not wait.
+        Idempotent.
 
         `note` goes into the error of a peer that waits for this rank in vain. Returns `HeapRelease.wait`.
         """
         self._note.append(note)
-        return self._end() or (lambda: None)
+        wait = self._end()
+        for group in self.groups:
+            if group.odc_root is self:
+                group.leave_root()
+        return wait or (lambda: None)
 
 
 def _shut_down(member: Member, fetcher: Fetcher, sender: Sender, note: Sequence[str]) -> Callable[[], None] | None:

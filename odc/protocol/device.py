@@ -77,6 +77,9 @@ class DeviceRoute(PushRoute):
     def post_all(self) -> None:
         self._host.post_all()
 
+    def forget(self) -> None:
+        self._host.forget()
+
     def _runs_of(self, unit: UnitSpec, gradients: Sequence[Gradient]) -> list[tuple[Run, list[Run]]]:
         """`runs_of`, each with its blocks for slots, if there are any. They are the same for most pushes of a unit."""
         params = tuple([gradient.param for gradient in gradients])

@@ -69,6 +69,12 @@ class PushRoute(ABC):
     def post_all(self) -> None:
         """Let the owners see every filled slot; where a push was cut short on a device, some wait to be shown."""
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop the views that are kept of the owners' heaps, which are closed: their memory ends with the last view. On
+        any thread; a push that is not over keeps what it uses.
+        """
+
 
 class HostRoute(PushRoute):
     """From owner to owner, block by block; on a device only adds. `notify` wakes the daemon of a member."""
@@ -134,6 +140,9 @@ class HostRoute(PushRoute):
         for box in self._boxes.values():
             if box.show():
                 self._notify(box.owner)
+
+    def forget(self) -> None:
+        self._boxes = {}  # another thread may be going through those of before
 
     def announce(self) -> None:
         """Notify every owner of what was posted to it, which has settled."""

@@ -233,6 +233,9 @@ class Member(Endpoint):
         if self._cache is not None:
             self._cache.close()
         dismiss = functools.partial(self._daemon.dismiss, self._service)
-        release = HeapRelease(self._service, self.rendezvous, dismiss, self._hosts, self._exposed, needed, unread)
+        forget = self.pusher.route.forget
+        release = HeapRelease(
+            self._service, self.rendezvous, dismiss, self._hosts, self._exposed, needed, unread, forget
+        )
         self._daemon.releases.add(release)
         return release.wait

@@ -35,7 +35,8 @@ class HeapRelease:
 
     `dismiss` stops the daemon from serving the root, and then calls what it is given. `hosts` are the members on other
     hosts, and `exposed` is what the network sees, if there is either. Unless it is `needed`, no peer will attach to it
-    any more, and none is waited for. `unread` is that of `HostConnections.needed_by`.
+    any more, and none is waited for. `unread` is that of `HostConnections.needed_by`. `forget` drops what else keeps
+    memory of the peers.
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class HeapRelease:
         exposed: ExposedHeap | None = None,
         needed: bool = True,
         unread: Callable[[], list[int]] = list,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
         self._service, self._rendezvous = service, rendezvous
         self._ending = Job(lambda: dismiss(self._close))  # once
-        self._hosts, self._exposed, self._unread = hosts, exposed, unread
+        self._hosts, self._exposed, self._unread, self._forget = hosts, exposed, unread, forget
         self._layout = service.layout
         self._members = [member for member in rendezvous.grid.others() if needed and member in rendezvous.grid.local]
         self._remaining = list(self._members)  # that it waits for
@@ -139,6 +141,7 @@ class HeapRelease:
             with self._layout.heap.lanes.lane("server"):  # in no capture's way
                 self._service.forget()
                 self._layout.close()
+                self._forget()
         finally:
             self.over.set()
 

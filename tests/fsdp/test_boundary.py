@@ -26,6 +26,7 @@ from odc import OdcError, Settings, fully_shard
 from odc.errors import StaleParametersError, UnfinishedMinibatchError, UnsupportedError
 from odc.fsdp import OdcModule
 from odc.fsdp._torch_compat import groups_of_state
+from odc.fsdp.root import root_of
 from odc.runtime import daemon
 
 PROGRAMS = Programs()
@@ -311,6 +312,25 @@ def test_a_deleted_model_gives_its_heap_back(rank: int, world: int) -> None:
     while own & memfd_inodes():
         assert time.monotonic() < deadline, "the heap is still there"
         time.sleep(0.005)  # the daemon's loop gives it back
+
+
+@on_ranks(2)
+def test_shutdown_gives_the_heap_back_though_the_model_stays(rank: int, world: int) -> None:
+    """And its peers', which pushes have mapped. Whatever is done with the model later is an error that says so."""
+    before = memfd_inodes()
+    model, _ = new(fully_shard)
+    backward(model, rank, 0)
+    x = tokens(rank, 1, 0)
+    loss = model(x).square().mean()
+    own = memfd_inodes() - before
+    assert len(own) == world
+    torch.distributed.barrier()
+    odc.shutdown()
+    gc.collect()
+    until(lambda: not own & memfd_inodes(), lambda: "the end of the heaps")
+    for use in (loss.backward, lambda: model(x), model.layers[0].unshard, lambda: root_of(model)):
+        with pytest.raises(OdcError, match="this model has left the job"):
+            use()
 
 
 @on_ranks(2)

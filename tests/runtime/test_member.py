@@ -8,10 +8,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.members import F32, member_of_pool
+import torch
+from support.leaks import memfd_inodes
+from support.members import F32, gradients, member_of_pool
 from support.on_ranks import on_ranks
+from support.waiting import until
 
-from odc.errors import UnsupportedError
+from odc.errors import OdcError, UnsupportedError
 from odc.protocol import Word
 from odc.runtime import member
 from odc.settings import Settings
@@ -50,3 +53,19 @@ def test_a_call_into_one_root_is_progress_in_all(rank: int, world: int) -> None:
             second.protocol.touch("beginning a forward")
             assert first.protocol.board.load(Word.PROGRESS) == before + 1
         first.protocol.touch("after the second has ended")
+
+
+@on_ranks(2)
+def test_a_member_that_has_left_maps_no_peer(rank: int, world: int) -> None:
+    """Though it is not deleted, as where a model that has let go of it is still computed with."""
+    before, settings = memfd_inodes(), Settings()
+    with member_of_pool(rank, world, "5.abc", [[("w", 8, F32)]], settings) as left:
+        (unit,) = left.layout.units
+        left.shards.publish([[torch.zeros(8)]], [False])
+        left.pusher.push(unit, gradients(unit, world))
+        mapped = memfd_inodes() - before
+        assert len(mapped) == world
+    until(lambda: len(mapped & memfd_inodes()) == 1, lambda: f"the end of {mapped & memfd_inodes()}")
+    left.protocol.waiter.check("a thread that it had")  # its own words stay for as long as any thread may look
+    with pytest.raises(OdcError, match="the heap is closed"):
+        left.pusher.push(unit, gradients(unit, world))
