@@ -48,8 +48,10 @@ def refuse_capture(who: str, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             f"{who}: a CUDA graph is being captured on the current stream, and odc's fetches and pushes cannot be "
-            "part of one: a replay would neither wait for peers nor announce anything. Capture parts of the model that "
-            "are not sharded, or that stay unsharded, with capture_error_mode='thread_local' (docs/gpu.md)"
+            "part of one: a replay would neither wait for peers nor announce anything. Capture parts of the model with "
+            "parameters that are not sharded (ignored_params) or keep their places (set_keep_unsharded_storage(True), "
+            "from torch 2.15 on): others' memory is freed at the end of a minibatch, if not before. Capture them with "
+            "capture_error_mode='thread_local' (docs/gpu.md)"
         )
 
 
