@@ -23,8 +23,8 @@ def doctor(
     model: Annotated[
         str | None,
         Option(
-            help="Print the memory that a GPU holds for this model instead: a Hugging Face config (JSON) or qwen2.5-7b "
-            "and the like; with commas, several.",
+            help="Print the memory that a GPU holds for this model instead: a Hugging Face config (JSON), or "
+            "qwen2.5-7b and the like, with the untied heads of DeepSeek-R1-Distill-Qwen; with commas, several.",
             show_default="none",
         ),
     ] = None,
