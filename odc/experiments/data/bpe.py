@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import DataError, install
-from odc.experiments.data.chat import CHATML_TEMPLATE, END, START, Encoded, chatml
+from odc.experiments.data.chat import CHATML_TEMPLATE, END, START, Encoded, chatml, joined
 from odc.experiments.data.sources import Message, PromptCompletion, RawDocument, texts_of
 
 EOS = "<|endoftext|>"
@@ -61,6 +61,9 @@ class BpeTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_pair(self, prompt: str, completion: str) -> Encoded:
+        return joined(list(zip(self.encode_many([prompt, completion]), (False, True), strict=True)))
 
     def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
         return chatml(messages, self.encode, self._start, self._end, first)

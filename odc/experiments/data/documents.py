@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,7 +105,7 @@ def _pieces(document: Document, max_tokens: int) -> list[Document]:
 def _encoded(raw: Sequence[RawDocument], tokenizer: Tokenizer, cache: Path | None) -> list[Encoded]:
     if cache is None:
         return _encode(raw, tokenizer)
-    key = hashlib.sha256(f"{content_hash(raw)} {tokenizer.fingerprint} ids-1".encode()).hexdigest()
+    key = hashlib.sha256(f"{content_hash(raw)} {tokenizer.fingerprint} ids-2".encode()).hexdigest()
     path = cache / f"ids-{key[:32]}.npz"
     if not path.is_file():
         fresh = _encode(raw, tokenizer)
@@ -124,25 +124,35 @@ def _encoded(raw: Sequence[RawDocument], tokenizer: Tokenizer, cache: Path | Non
 
 
 def _encode(raw: Sequence[RawDocument], tokenizer: Tokenizer) -> list[Encoded]:
-    """Chats follow the tokenizer's template; of a prompt and its completion only the completion is trained."""
-    ids = iter(tokenizer.encode_many([text for document in raw for text in _plain(document.content)]))
+    texts = iter(tokenizer.encode_many([one.content for one in raw if isinstance(one.content, str)]))
     encoded: list[Encoded] = []
     for document in raw:
-        content = document.content
-        if plain := [next(ids) for _ in _plain(content)]:
-            begin = np.asarray([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.int32)
-            tokens = np.concatenate([begin, *plain, np.asarray([tokenizer.eos_id], np.int32)])
-            trained = np.ones(len(tokens), np.bool_)
-            trained[: len(begin) + sum(map(len, plain[:-1]))] = False
-        else:
-            context, answers = _turns(content)
-            try:
-                tokens, trained = tokenizer.encode_chat((*context, *answers), len(context))
-            except DataError as error:
-                raise DataError(f"{document.name}: {error}") from error
+        try:
+            tokens, trained = _encode_one(document.content, tokenizer, texts)
+        except DataError as error:
+            raise DataError(f"{document.name}: {error}") from error
         trained[:1] = False
         encoded.append((tokens, trained))
     return encoded
+
+
+def _encode_one(content: Content, tokenizer: Tokenizer, texts: Iterator[NDArray[np.int32]]) -> Encoded:
+    """Chats follow the tokenizer's template; of a prompt and its completion only the completion is trained.
+
+    The next of `texts` are the ids of `content` if it is a text.
+    """
+    if isinstance(content, str):
+        tokens = next(texts)
+        trained = np.ones(len(tokens), np.bool_)
+    elif isinstance(content, PromptCompletion) and isinstance(content.prompt, str):
+        assert isinstance(content.completion, str)
+        tokens, trained = tokenizer.encode_pair(content.prompt, content.completion)
+    else:
+        context, answers = _turns(content)
+        return tokenizer.encode_chat((*context, *answers), len(context))
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    tokens = np.concatenate([np.asarray(begin, np.int32), tokens, np.asarray([tokenizer.eos_id], np.int32)])
+    return tokens, np.concatenate([np.zeros(len(begin), np.bool_), trained, np.ones(1, np.bool_)])
 
 
 def _turns(content: Content) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
@@ -152,13 +162,3 @@ def _turns(content: Content) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     assert isinstance(content, PromptCompletion) and isinstance(content.prompt, tuple)
     assert isinstance(content.completion, tuple)
     return content.prompt, content.completion
-
-
-def _plain(content: Content) -> list[str]:
-    """The texts that are tokenized as they stand: the text, or prompt and completion; none of a conversation."""
-    if isinstance(content, str):
-        return [content]
-    if isinstance(content, PromptCompletion) and isinstance(content.prompt, str):
-        assert isinstance(content.completion, str)
-        return [content.prompt, content.completion]
-    return []

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc.errors import DataError, install
-from odc.experiments.data.chat import Encoded, by_template
+from odc.experiments.data.chat import Encoded, Located, by_template, marked
 from odc.experiments.data.sources import Message
 
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # classes without rules of their own
@@ -49,6 +49,9 @@ class Tokenizer(Protocol):
 
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """`encode` of each text, several at a time where that is faster."""
+
+    def encode_pair(self, prompt: str, completion: str) -> Encoded:
+        """Ids [tokens] of a prompt and its completion, and that the completion is trained on [tokens]; adds nothing."""
 
     def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
         """Ids [tokens] of a conversation and which of them are trained on [tokens]: the assistants' words from message
@@ -98,6 +101,10 @@ class HfTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         return self._ids(texts, special=False)
 
+    def encode_pair(self, prompt: str, completion: str) -> Encoded:
+        text = prompt + completion
+        return marked(text, [(len(prompt), len(text))], lambda part: self._located(part, special=False))
+
     def encode_chat(self, messages: Sequence[Message], first: int = 0) -> Encoded:
         """The conversation by the tokenizer's own chat template; DataError if it has none or it fails."""
         if not self._tokenizer.chat_template:
@@ -105,7 +112,7 @@ class HfTokenizer:
                 f"the data holds messages, but the tokenizer in {self._name} has no chat template: put one into that "
                 "folder (chat_template.jinja), or give the rows as texts"
             )
-        return by_template(messages, self._render, lambda text: self._ids([text], special=True)[0], first)
+        return by_template(messages, self._render, lambda text: self._located(text, special=True), first)
 
     def save(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(str(folder))
@@ -121,14 +128,24 @@ class HfTokenizer:
     def _ids(self, texts: Sequence[str], *, special: bool) -> list[NDArray[np.int32]]:
         if not texts:
             return []  # transformers' tokenizers raise IndexError for an empty batch
-        ids = self._tokenizer(
+        return [np.asarray(row, np.int32) for row in self._call(texts, special)["input_ids"]]
+
+    def _located(self, text: str, *, special: bool) -> Located:
+        if not getattr(self._tokenizer, "is_fast", False):
+            return self._ids([text], special=special)[0], None
+        found = self._call([text], special, return_offsets_mapping=True)
+        spans = np.asarray(found["offset_mapping"][0], np.int64).reshape(-1, 2)
+        return np.asarray(found["input_ids"][0], np.int32), spans
+
+    def _call(self, texts: Sequence[str], special: bool, **wanted: bool) -> Any:
+        return self._tokenizer(
             list(texts),
             add_special_tokens=False,
             split_special_tokens=not special,
             return_attention_mask=False,
             verbose=False,
-        )["input_ids"]
-        return [np.asarray(row, np.int32) for row in ids]
+            **wanted,
+        )
 
 
 def load_tokenizer(folder: Path) -> HfTokenizer:

@@ -120,6 +120,81 @@ def test_chat_trains_the_answers_only():
     assert (tokens == 258).sum() == 4, "the mark that the user spelled is text"
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [("ask", "AB"), ("def f(x):\n", "    return"), ("A: ", "return"), ("x\n", "\n x"), ("", "x"), ("e", "\u0301 x")],
+)
+def test_bytes_before_and_after_the_begin_of_a_completion_keep_their_tokens(
+    tokenizer: Tokenizer, prompt: str, completion: str
+):
+    """As in generating, where the prompt's tokens are there already."""
+    tokens, trained = tokenizer.encode_pair(prompt, completion)
+    before, after = tokenizer.encode(prompt), tokenizer.encode(completion)
+    assert tokens.tolist() == [*before, *after]
+    assert trained.tolist() == [False] * len(before) + [True] * len(after)
+
+
+def test_answers_that_begin_with_an_end_of_line(tmp_path: Path, bpe: BpeTokenizer):
+    bpe.save(tmp_path)
+    chat = [{"role": "user", "content": "f"}, {"role": "assistant", "content": "\n\n    return"}]
+    for mine, theirs in zip(bpe.encode_chat(chat), load_tokenizer(tmp_path).encode_chat(chat), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def metaspace(folder: Path, scheme: str, *, rstrip: bool = False) -> HfTokenizer:
+    """Characters and `▁y` are its tokens; a text, or with "always" what follows a mark, begins with `▁`."""
+    from tokenizers import AddedToken, models, pre_tokenizers
+    from tokenizers import Tokenizer as Rules
+    from transformers import PreTrainedTokenizerFast
+
+    template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    vocab = {
+        token: number for number, token in enumerate(["</s>", "<|user|>", "<|assistant|>", "▁y", *"▁\n:abeinoqsy"])
+    }
+    rules = Rules(models.BPE(vocab, [("▁", "y")]))
+    rules.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    marks = [AddedToken(name, special=True, rstrip=rstrip) for name in ("</s>", "<|user|>", "<|assistant|>")]
+    special = {"eos_token": marks[0], "additional_special_tokens": marks[1:]}
+    PreTrainedTokenizerFast(tokenizer_object=rules, chat_template=template, **special).save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("rstrip", [False, True])
+def test_a_conversation_has_the_tokens_of_its_template(tmp_path: Path, scheme: str, rstrip: bool):
+    chat = [{"role": role, "content": text} for text in ("yes", "no y") for role in ("user", "assistant")]
+    loaded = metaspace(tmp_path, scheme, rstrip=rstrip)
+    whole = loaded._tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    tokens, trained = loaded.encode_chat(chat)
+    assert tokens.tolist() == whole[: len(whole) - whole[::-1].index(loaded.eos_id)]
+    answers = "".join(loaded._tokenizer.convert_ids_to_tokens(tokens[trained])).replace("▁", " ")
+    assert answers.replace("> ", ">").strip() == "yes</s>no y</s>"
+
+
+def test_a_completion_goes_on_where_its_prompt_ends(tmp_path: Path):
+    loaded = metaspace(tmp_path, "first")
+    for prompt, completion in (("q:", " yes"), ("q\n", "yes"), ("q:", "yes")):
+        tokens, trained = loaded.encode_pair(prompt, completion)
+        assert tokens.tolist() == loaded.encode(prompt + completion).tolist()
+        assert trained.tolist() == [False] * 3 + [True] * 3
+    tokens, trained = loaded.encode_pair("q: ", "yes")
+    assert tokens.tolist() == [*loaded.encode("q: "), *loaded.encode("yes")], "a token would straddle the begin"
+
+
+def test_a_tokenizer_without_offsets(tmp_path: Path, bpe: BpeTokenizer, monkeypatch: pytest.MonkeyPatch):
+    bpe.save(tmp_path / "bpe")
+    plain, prefixing = load_tokenizer(tmp_path / "bpe"), metaspace(tmp_path / "metaspace", "first")
+    fast = plain.encode_pair("def f(x):\n", "    return")
+    monkeypatch.setattr(type(plain._tokenizer), "is_fast", False)
+    for mine, theirs in zip(plain.encode_pair("def f(x):\n", "    return"), fast, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        prefixing.encode_pair("q\n", "yes")
+
+
 def test_fingerprints_differ(bpe: BpeTokenizer, tmp_path: Path):
     other = cached_bpe(CORPUS, 280, tmp_path)
     bpe.save(tmp_path / "a")
