@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odc.balance.inputs import MOST_TOKENS, read_elements
-from odc.errors import ConfigError, DataError, install
+from odc.balance.inputs import MOST_TOKENS, read_elements, read_saved_dataset
+from odc.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,7 @@ def lengths_named(source: str) -> Lengths:
 
 
 def _from_datasets(path: Path) -> list[int]:
-    try:
-        from datasets import load_from_disk
-    except ImportError as error:
-        raise ConfigError(f"reading a datasets folder needs datasets: {install('datasets')}") from error
-    data = load_from_disk(str(path))
+    data = read_saved_dataset(path)
     for column in ("length", "num_tokens", "input_ids"):
         if column in data.column_names:
             return [_length({column: value}) for value in data[column]]

@@ -11,6 +11,9 @@ import pytest
 from support.command import odc
 from support.word_model import completions, model_folder, transformers_loss
 
+from odc.errors import DataError
+from odc.experiments.data.sources import read_source
+
 pytestmark = [
     pytest.mark.skipif(
         find_spec("peft") is None or find_spec("pyarrow") is None,
@@ -101,3 +104,15 @@ def test_parquet_that_is_none_is_named(
     (tmp_path / "train" / "c.parquet").write_text("no")
     assert odc("train", *options) == 2
     assert "c.parquet cannot be read as Parquet" in capfd.readouterr().err
+
+
+def test_conversations_are_read_beside_other_columns(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "no"}]
+    write_parquet(tmp_path / "a.parquet", [{"image": b"png", "messages": chat, "tools": None}] * 3)
+    assert [document.content for document in read_source(tmp_path / "a.parquet")] == [tuple(chat)] * 3
+    write_parquet(tmp_path / "a.parquet", [{"messages": chat, "tools": [{"name": "f"}]}])
+    with pytest.raises(DataError, match="row 0 has 'tools'"):
+        read_source(tmp_path / "a.parquet")
+    write_parquet(tmp_path / "a.parquet", [{"image": b"png"}])
+    with pytest.raises(DataError, match=r"a\.parquet has neither 'messages'"):
+        read_source(tmp_path / "a.parquet")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,6 +54,19 @@ def test_a_datasets_folder(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the datasets extra: make test-integrations")
     datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]}).save_to_disk(str(tmp_path / "data"))
     assert lengths_named(str(tmp_path / "data")) == LengthSample((2, 1))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match="none is no folder that datasets' save_to_disk wrote whole"):
+        lengths_named(str(tmp_path / "none"))
+
+
+def test_of_a_datasets_folder_with_splits_train_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Table(dict):
+        column_names = ("num_tokens",)
+
+    splits = {"train": Table(num_tokens=[3, 4]), "test": Table(num_tokens=[9])}
+    fake = SimpleNamespace(DatasetDict=type(splits), load_from_disk=lambda path: splits)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    assert lengths_named(str(tmp_path)) == LengthSample((3, 4))
 
 
 def test_the_page_lists_them() -> None:

@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from odc.balance.inputs import read_saved_dataset
 from odc.errors import DataError, install
 
 _log = logging.getLogger(__name__)
 
 Unreadable = Literal["error", "skip"]
 
-_JSONL = (".jsonl", ".ndjson")
+_JSON, _JSONL = ".json", (".jsonl", ".ndjson", ".jsonlines")
 _PARQUET = ".parquet"
+_TABLES = (".csv", ".tsv")
+_ROWS = re.compile(rb"\s*(\[\s*\{|\{[^\n]*\}\s*\n\s*\{)")  # how a list of objects begins, and objects line by line
+_AT_ONCE = 1024  # rows of a Parquet file
 _DATASETS = ("dataset_info.json", "dataset_dict.json", "state.json")
 _UNREAD = ("thinking", "reasoning_content", "tool_calls", "function_call")  # of a message; templates write them
 
 Message = dict[str, str]
 COLUMNS = "'messages', 'prompt' and 'completion', or 'text'"
+_READ = ("messages", "prompt", "completion", "text", "tools")
 
 
 @dataclass(frozen=True)
@@ -74,10 +81,10 @@ def source_named(name: str) -> Source:
 def read_source(source: Source, *, unreadable: Unreadable = "error") -> list[RawDocument]:
     """All documents of `source` with something in them, in an order that does not depend on the machine.
 
-    A path is a folder of text files, a JSONL or Parquet file, a folder of Parquet files, one text file, or a folder
-    written by `datasets.save_to_disk` (of several splits, `train`). `content_of` describes rows. Raises DataError
-    when there is nothing to read, for a malformed line or row or (unless `unreadable` is "skip") an unreadable file,
-    naming it, and without the package that reads it.
+    A path is a folder of text files, a JSON, JSONL or Parquet file, a folder of Parquet files, one text file, or a
+    folder written by `datasets.save_to_disk` (of several splits, `train`). `content_of` describes rows. Raises
+    DataError when there is nothing to read, for a table or a folder of texts that holds rows too, for a malformed line
+    or row or (unless `unreadable` is "skip") an unreadable file, naming it, and without the package that reads it.
     """
     folder = source if isinstance(source, TextFolder) else None
     path = folder.path if folder else source
@@ -88,18 +95,21 @@ def read_source(source: Source, *, unreadable: Unreadable = "error") -> list[Raw
     if parquet := parquet_files(path):
         found = (document for file in parquet for document in _parquet(file))
     elif path.is_file():
-        found = _jsonl(path) if path.suffix.lower() in _JSONL else _files([path], path.parent, unreadable)
+        found = _file(path, unreadable)
     elif folder is None and is_datasets_folder(path):
         found = _datasets(path)
     else:
-        folder = folder or TextFolder(path)
+        if folder is None:
+            folder = TextFolder(path)
+            _refuse_rows(folder)
         found = _files(_listed(folder), folder.path, unreadable)
     documents = list(found)
     filled = [document for document in documents if document.content]
     if len(filled) < len(documents):
         _log.info("%s: skipped %d empty documents", path, len(documents) - len(filled))
     if not filled:
-        raise DataError(f"{path} holds no documents{_hint(path, folder)}")
+        searched = f": no non-empty file ends in {', '.join(folder.extensions)}" if folder else ""
+        raise DataError(f"{path} holds no documents{searched}")
     return filled
 
 
@@ -114,12 +124,20 @@ def is_datasets_folder(path: Path) -> bool:
     return any((path / name).is_file() for name in _DATASETS)
 
 
-def _hint(path: Path, folder: TextFolder | None) -> str:
-    if folder is None:
-        return ""
-    searched = f": no non-empty file ends in {', '.join(folder.extensions)}"
-    lines = sorted(p.name for p in path.iterdir() if p.suffix.lower() in _JSONL)
-    return searched + (f" (there is {lines[0]}; name the JSONL file itself)" if lines else "")
+def _refuse_rows(folder: TextFolder) -> None:
+    """Raises DataError for the folder of a data set, whose texts are no more than its README."""
+    for path in _listed(replace(folder, extensions=(*_JSONL, _JSON, _PARQUET))):
+        if path.suffix.lower() != _JSON or _begins_with_rows(path):
+            also = ", or a folder of Parquet files" if path.suffix.lower() == _PARQUET else ""
+            raise DataError(
+                f"{folder.path} would be read as a folder of texts, but {path} holds rows: name that file{also}"
+            )
+
+
+def _begins_with_rows(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        return _ROWS.match(file.read(1 << 20)) is not None
+    return False
 
 
 def _listed(folder: TextFolder) -> list[Path]:
@@ -132,6 +150,16 @@ def _listed(folder: TextFolder) -> list[Path]:
         if not any(part in folder.exclude for part in parts[:-1]) and path.is_file():
             files.append(path)
     return sorted(files, key=lambda path: path.relative_to(folder.path).as_posix())
+
+
+def _file(path: Path, unreadable: Unreadable) -> Iterator[RawDocument]:
+    """The rows of a file of JSON, or the text of any other but a table."""
+    suffix = path.suffix.lower()
+    if suffix in _TABLES:
+        raise DataError(f"{path} is a table, which is not read: write its rows as JSON Lines (.jsonl) or as Parquet")
+    if suffix == _JSON:
+        return _json(path, _utf8(path))
+    return _lines(path, _utf8(path)) if suffix in _JSONL else _files([path], path.parent, unreadable)
 
 
 def _files(paths: Sequence[Path], root: Path, unreadable: Unreadable) -> Iterator[RawDocument]:
@@ -148,12 +176,25 @@ def _files(paths: Sequence[Path], root: Path, unreadable: Unreadable) -> Iterato
         _log.warning("skipped %d files that cannot be read as UTF-8, the first is %s", len(skipped), skipped[0])
 
 
-def _jsonl(path: Path) -> Iterator[RawDocument]:
+def _utf8(path: Path) -> str:
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
+        return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8") from error
-    for number, line in enumerate(lines, start=1):
+
+
+def _json(path: Path, text: str) -> Iterator[RawDocument]:
+    """The rows of a list; of anything else, one of each line."""
+    if not text.lstrip().startswith("["):
+        return _lines(path, text)
+    try:
+        return _rows(path, json.loads(text))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+
+
+def _lines(path: Path, text: str) -> Iterator[RawDocument]:
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         name = f"{path.name}:{number}"
@@ -171,22 +212,24 @@ def _parquet(path: Path) -> Iterator[RawDocument]:
     except ImportError as error:
         raise DataError(f"reading {path} needs pyarrow: {install('parquet')}") from error
     try:
-        yield from _rows(path, (row for batch in ParquetFile(path).iter_batches() for row in batch.to_pylist()))
+        file = ParquetFile(path)
+        batches = file.iter_batches(batch_size=_AT_ONCE, columns=_columns(path, file.schema_arrow.names))
+        yield from _rows(path, (row for batch in batches for row in batch.to_pylist()))
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet: {error}") from error
 
 
 def _datasets(path: Path) -> Iterator[RawDocument]:
-    try:
-        from datasets import DatasetDict, load_from_disk
-    except ImportError as error:
-        raise DataError(f"{path} is a datasets folder, which datasets reads: {install('datasets')}") from error
-    dataset = load_from_disk(str(path))
-    if isinstance(dataset, DatasetDict):
-        if "train" not in dataset:
-            raise DataError(f"{path} has no split 'train', only {', '.join(sorted(dataset))}")
-        dataset = dataset["train"]
-    return _rows(path, dataset)
+    dataset = read_saved_dataset(path)
+    return _rows(path, dataset.select_columns(_columns(path, dataset.column_names)))
+
+
+def _columns(path: Path, names: Sequence[str]) -> list[str]:
+    """Those that are read: decoding others, such as images, takes time and memory on every rank."""
+    found = [name for name in _READ if name in names]
+    if not found:
+        raise DataError(f"{path} has neither {COLUMNS}")
+    return found
 
 
 def _rows(path: Path, rows: Iterable[Any]) -> Iterator[RawDocument]:
@@ -197,8 +240,19 @@ def _rows(path: Path, rows: Iterable[Any]) -> Iterator[RawDocument]:
 def content_of(row: Any, where: str) -> Content:
     """The row's messages if it has any, else its prompt and completion, else its text; other columns are not read.
 
-    Raises DataError, which begins with `where`.
+    Raises DataError, which begins with `where`, for a conversation with tools as well.
     """
+    content = _content(row, where)
+    spoken = content.prompt if isinstance(content, PromptCompletion) else content
+    if isinstance(spoken, tuple) and row.get("tools") not in (None, [], "", "[]"):
+        raise DataError(
+            f"{where} has 'tools', which the chat template would not be given: write them into a system message as it "
+            "does, or take them out"
+        )
+    return content
+
+
+def _content(row: Any, where: str) -> Content:
     if isinstance(row, dict):
         if row.get("messages") is not None:
             return _messages(row["messages"], where, "messages")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,13 +44,15 @@ def test_folder_is_recursive_sorted_and_filtered(tmp_path: Path, caplog: pytest.
 
 
 def test_file_that_is_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("a")
+    (texts / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xff"}')
-    for path, name in ((tmp_path, "txt"), (tmp_path / "latin.jsonl", "jsonl")):
+    for path, name in ((texts, "txt"), (tmp_path / "latin.jsonl", "jsonl")):
         with pytest.raises(DataError, match=rf"latin\.{name} is not UTF-8"):
             read_source(path)
-    assert names(read_source(tmp_path, unreadable="skip")) == ["a.txt"]
+    assert names(read_source(texts, unreadable="skip")) == ["a.txt"]
     assert "skipped 1 files" in caplog.text
 
 
@@ -57,12 +61,57 @@ def test_nothing_there(tmp_path: Path):
         read_source(tmp_path / "missing")
     with pytest.raises(DataError, match=r"no non-empty file ends in \.txt, \.md, \.py"):
         read_source(tmp_path)
-    (tmp_path / "data.jsonl").write_text("{}")
-    with pytest.raises(DataError, match=r"there is data\.jsonl; name the JSONL file itself"):
-        read_source(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match=r"empty\.jsonl holds no documents"):
         read_source(tmp_path / "empty.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("train.jsonl", "{}"),
+        ("data/train-00000-of-00001.parquet", "version https://git-lfs"),
+        ("train.json", '[\n  {"instruction": "q"}\n]'),
+        ("train.json", '{"text": "a"}\n{"text": "b"}\n'),
+    ],
+)
+def test_a_data_set_with_its_readme_is_no_folder_of_texts(tmp_path: Path, name: str, text: str):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "README.md").write_text("about the data")
+    for harmless in ("package.json", "empty.json", ".hidden.jsonl"):
+        (tmp_path / harmless).write_text('{"a": {\n"b": [1]}}\n' if harmless == "package.json" else "")
+    assert names(read_source(tmp_path)) == ["README.md"]
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=rf"folder of texts, but {tmp_path / name} holds rows: name that file"):
+        read_source(tmp_path)
+    assert names(read_source(TextFolder(tmp_path))) == ["README.md"]
+
+
+def test_a_file_of_json_holds_rows(tmp_path: Path):
+    path = tmp_path / "data.json"
+    expected = ["one", tuple(CHAT)]
+    rows = [json.dumps({"text": "one"}), json.dumps({"messages": CHAT})]
+    for text in (f"\n[{rows[0]},\n  {rows[1]}]", "\n".join(rows)):
+        path.write_text(text)
+        assert [document.content for document in read_source(path)] == expected
+    for text, message in (
+        ('[{"instruction": "q", "output": "a"}]', "row 0 has neither"),
+        ('{"data": [{"text": "a"}]}', "line 1 has neither"),
+        ("[{", r"data\.json is not JSON"),
+        ("[]", "holds no documents"),
+    ):
+        path.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_source(path)
+
+
+def test_a_table_is_no_text(tmp_path: Path):
+    for name in ("a.csv", "a.TSV", "a.rst", "LICENSE"):
+        (tmp_path / name).write_text("text,label\na,1\n")
+    for name in ("a.csv", "a.TSV"):
+        with pytest.raises(DataError, match=rf"{name} is a table, .* JSON Lines"):
+            read_source(tmp_path / name)
+    assert names(read_source(tmp_path / "a.rst") + read_source(tmp_path / "LICENSE")) == ["a.rst", "LICENSE"]
 
 
 def test_jsonl_of_text_and_messages(tmp_path: Path):
@@ -107,6 +156,18 @@ def test_bad_jsonl_lines_are_named(tmp_path: Path, line: str, message: str):
         read_source(path)
 
 
+def test_tools_are_refused_beside_conversations_alone(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    chats = ({"messages": CHAT}, {"prompt": CHAT, "completion": CHAT[1:]})
+    fine = [*(chat | {"tools": none} for chat in chats for none in (None, [], "", "[]")), {"text": "a", "tools": [1]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in fine))
+    assert len(read_source(path)) == len(fine)
+    for chat in chats:
+        path.write_text(json.dumps(chat | {"tools": [{"name": "f"}]}))
+        with pytest.raises(DataError, match="line 1 has 'tools', which the chat template would not be given"):
+            read_source(path)
+
+
 def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path):
     (tmp_path / "data.jsonl").write_text(r'{"text": "\ud83d\ude00"}')
     assert read_source(tmp_path / "data.jsonl") == [RawDocument("data.jsonl:1", "\N{GRINNING FACE}")]
@@ -146,8 +207,57 @@ def test_datasets_folder(tmp_path: Path):
     with pytest.raises(DataError, match="no split 'train', only test"):
         read_source(tmp_path / "other")
     datasets.Dataset.from_dict({"label": [1]}).save_to_disk(str(tmp_path / "labels"))
-    with pytest.raises(DataError, match="row 0 has neither"):
+    with pytest.raises(DataError, match="labels has neither"):
         read_source(tmp_path / "labels")
+    rows = {"messages": [CHAT], "tools": ["[1]"], "label": [1]}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "tools"))
+    with pytest.raises(DataError, match="row 0 has 'tools'"):
+        read_source(tmp_path / "tools")
+    (tmp_path / "plain" / "dataset_info.json").unlink()
+    with pytest.raises(DataError, match="plain is no folder that datasets' save_to_disk wrote whole"):
+        read_source(tmp_path / "plain")
+
+
+class _Rows:
+    """One row of a data set; keeps which columns were asked for."""
+
+    def __init__(self, names: list[str], asked: list[list[str]]) -> None:
+        self.column_names, self.asked = names, asked
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return iter([dict.fromkeys(self.column_names, "a")])
+
+    def select_columns(self, names: list[str]) -> _Rows:
+        self.asked.append(names)
+        return _Rows(names, self.asked)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "datasets"])
+def test_only_columns_that_are_read_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+    asked: list[list[str]] = []
+    rows = _Rows(["image", "tools", "text"], asked)
+
+    class File:
+        def __init__(self, path: Path) -> None:
+            self.schema_arrow = SimpleNamespace(names=rows.column_names)
+
+        def iter_batches(self, batch_size: int, columns: list[str]) -> list[SimpleNamespace]:
+            return [SimpleNamespace(to_pylist=lambda: list(rows.select_columns(columns)))]
+
+    fakes = {
+        "pyarrow": SimpleNamespace(ArrowException=ArithmeticError),
+        "pyarrow.parquet": SimpleNamespace(ParquetFile=File),
+        "datasets": SimpleNamespace(DatasetDict=dict, load_from_disk=lambda path: rows),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    path = tmp_path / "a.parquet" if kind == "parquet" else tmp_path
+    (tmp_path / ("a.parquet" if kind == "parquet" else "state.json")).touch()
+    assert [document.content for document in read_source(path)] == ["a"]
+    assert asked == [["text", "tools"]]
+    rows.column_names = ["image"]
+    with pytest.raises(DataError, match=f"{path.name} has neither 'messages'"):
+        read_source(path)
 
 
 def test_standard_library_is_skewed_and_free_of_packages_and_tests():
