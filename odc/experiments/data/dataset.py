@@ -36,6 +36,11 @@ class Dataset:
     def lengths(self) -> list[int]:
         return [len(document) for document in self.documents]
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids up to the largest that documents hold, or with which the tokenizer ends them."""
+        return 1 + max([*self.tokenizer.ends, *(int(one.tokens.max()) for one in [*self.documents, *self.valid])])
+
 
 def load_dataset(config: JobConfig, progress: Progress) -> Dataset:
     """Reads, tokenizes and caps the job's data; shows on `progress` what it does. Local; nothing synchronizes.

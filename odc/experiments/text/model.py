@@ -30,13 +30,13 @@ def build_model(source: Path, *, vocab_size: int | None = None, dtype: torch.dty
     `source` is a checkpoint folder (config.json and safetensors), a folder with config.json alone, or a JSON file.
     Random weights come from `seed`, drawn in fp32 and rounded; the global random state stays. The model has
     `vocab_size` ids without weights, and at least as many with. Raises ConfigError if `source` is neither, names an
-    unknown architecture or has too small a vocabulary, or if `transformers` is missing.
+    unknown or a multimodal architecture or has too small a vocabulary, or if `transformers` is missing.
     """
     path, weights = _config_path(source)
     config = _config(path)
     if weights:
         if vocab_size is not None and config.vocab_size < vocab_size:
-            raise ConfigError(f"model: {source} has {config.vocab_size} ids, the tokenizer has {vocab_size}")
+            raise ConfigError(f"model: {source} has {config.vocab_size} ids, the data has {vocab_size}")
         return _pretrained(source, dtype)
     if vocab_size is not None:
         config.vocab_size = vocab_size
@@ -104,9 +104,16 @@ def _config(path: Path) -> Any:
     except ImportError as error:
         raise ConfigError(f"building a model needs transformers: {install('train')}") from error
     try:
-        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+        config = AutoConfig.from_pretrained(str(path), local_files_only=True)
+        text = config.get_text_config()
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"model: {path} is not a config that transformers knows: {error}") from error
+    if text is not config:
+        raise ConfigError(
+            f"model: {path} is of a multimodal model ({config.model_type}); save its language model, which alone is "
+            "trained, in a folder of its own, as docs/finetune.md shows"
+        )
+    return config
 
 
 def _random(config: Any, path: Path, dtype: torch.dtype, seed: int) -> Any:

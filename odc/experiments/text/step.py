@@ -37,7 +37,7 @@ from odc.experiments.results import ArmRun, SkippedStep, StepRecord, totals
 from odc.experiments.text.export import export
 from odc.experiments.text.lora import add_adapters
 from odc.experiments.text.loss import loss_scale, use_document_loss
-from odc.experiments.text.model import build_model, causal_config
+from odc.experiments.text.model import build_model, causal_config, has_weights
 from odc.experiments.text.packing_check import check_documents_once
 from odc.experiments.text.pieces import DocumentPieces
 from odc.experiments.text.validation import validation_loss
@@ -96,8 +96,9 @@ class TextTrainer(Trainer):
 
         Parameters are fp32; under "bf16" compute is in bf16 and gradients are reduced in fp32.
         """
-        config, vocab = self.config, self.dataset.tokenizer.vocab_size
-        source = model_source(config.model)
+        config, source = self.config, model_source(self.config.model)
+        # A published model may have fewer ids than its tokenizer, which names tokens of images too.
+        vocab = self.dataset.vocab_size if has_weights(source) else self.dataset.tokenizer.vocab_size
         model = build_model(source, vocab_size=vocab, dtype=torch.float32, seed=config.seed)
         fields, again = model.config.to_dict(), config.activation_checkpointing
         self.cost = cost_of(fields, checkpointing=again, warn=self.progress.note)

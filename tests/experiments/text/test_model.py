@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import torch
 from odc.balance import cost_from_config
 from odc.blocks import blocks_of
 from odc.errors import ConfigError
+from odc.experiments.data.bpe import ByteTokenizer
+from odc.experiments.data.tokenizer import load_tokenizer
 from odc.experiments.text.model import build_model, config_of, shipped_config
 
 pytest.importorskip("transformers", reason="needs the train extra")
@@ -69,7 +72,7 @@ def test_checkpoint_round_trip(small: Path, tmp_path: Path):
     assert loaded.training
     assert loaded.config._attn_implementation == "odc_documents"
     assert build_model(tmp_path / "saved", dtype=torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(ConfigError, match="has 70 ids, the tokenizer has 71"):
+    with pytest.raises(ConfigError, match="has 70 ids, the data has 71"):
         build_model(tmp_path / "saved", vocab_size=71, dtype=torch.float32)
 
 
@@ -98,6 +101,10 @@ def test_shipped_configs_build(name: str):
         ("{}", "names no 'model_type'"),
         ('{"model_type": "not-a-model"}', "not a config that transformers knows"),
         ('{"model_type": "vit"}', "not a causal language model"),
+        (
+            '{"model_type": "gemma3"}',
+            r"multimodal model \(gemma3\); save its language model, .* as docs/finetune.md shows",
+        ),
     ],
 )
 def test_neither_config_nor_checkpoint(tmp_path: Path, content: str | None, message: str):
@@ -119,3 +126,24 @@ def test_missing_package_and_unknown_shipped_config(small: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install -e '.\[train\]'"):
         build_model(small, dtype=torch.float32)
+
+
+def test_the_language_model_of_gemma_3_is_saved_as_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = sizes | {"num_key_value_heads": 1, "head_dim": 8, "vocab_size": 259}
+    vision = sizes | {"image_size": 28, "patch_size": 14}
+    whole = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
+    whole.save_pretrained("gemma-3-4b-it")
+    ByteTokenizer().save(Path("gemma-3-4b-it"))
+    with pytest.raises(ConfigError, match="multimodal"):
+        build_model(Path("gemma-3-4b-it"), dtype=torch.float32)
+    page = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(program, {})
+    model = build_model(Path("model"), vocab_size=259, dtype=torch.float32)
+    assert type(model).__name__ == "Gemma3ForCausalLM"
+    assert same(model.model, whole.model.language_model) and torch.equal(model.lm_head.weight, whole.lm_head.weight)
+    assert load_tokenizer(Path("model")).encode("ab").tolist() == [97, 98]

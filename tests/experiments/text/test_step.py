@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from support.tiny_job import CONFIG, complete, rank_job, run_job, tiny_job
+from support.word_model import model_folder, write_rows
 
 from odc.arms import ARM_NAMES, ARMS, ArmName
 from odc.errors import ConfigError, DataError, NonFiniteLossError
@@ -239,6 +240,19 @@ def test_one_rank_is_enough(ranks: Pools, tmp_path: Path) -> None:
         result = ranks(1).run(run_job, tiny_job(tmp_path, arm=arm, ranks=1, steps=2))[0]
         assert [len(step.counts) for step in result.steps] == [1, 1]
         assert result.peak_bytes > result.baseline_bytes > 0
+
+
+def test_a_model_may_lack_ids_of_its_tokenizer_that_never_occur(ranks: Pools, tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = model_folder(tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_tokens([f"<image {number}>" for number in range(CONFIG["vocab_size"])], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    chat = [{"role": "user", "content": "how many"}, {"role": "assistant", "content": "none"}]
+    data = write_rows(tmp_path / "chats.jsonl", [{"messages": chat}] * 6)
+    config = tiny_job(tmp_path, model=str(folder), tokenizer="auto", data=str(data), steps=1)
+    assert len(ranks(2).run(run_job, config)[0].steps) == 1
 
 
 def test_empty_data_and_bad_folders_are_refused_before_ranks_start(tmp_path: Path) -> None:
