@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import inspect
 import re
@@ -67,6 +68,10 @@ def test_every_error_has_its_section() -> None:
     errors = [name for name, value in vars(odc.errors).items() if isinstance(value, type) and name.endswith("Error")]
     for name in errors:
         assert re.search(rf"^###? `{name}`", text, re.MULTILINE), name
+    for heading in re.findall(r"^### (`\w+Error`.*)$", text, re.MULTILINE):
+        for name, module in re.findall(r"`(\w+)`(?: \(of `([\w.]+)`\))?", heading):
+            known = vars(importlib.import_module(module or "odc.errors")) | vars(builtins)
+            assert isinstance(known.get(name), type), heading
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
