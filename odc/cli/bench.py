@@ -60,9 +60,11 @@ def bench(
     result = suite.run(parts, worlds, wanted, on, QUICK if quick else THOROUGH, tables.to_stderr)
     if on == "cuda" and not only:
         result["left_out"] += filter(None, (suite.unfit(name, on) for name in PARTS))
-    with writing("json", json):
-        json.write_text(json_text(result), encoding="utf-8")
-    print(tables.show(result))
+    try:
+        with writing("json", json):
+            json.write_text(json_text(result), encoding="utf-8")
+    finally:  # what was measured is shown though a disk is full
+        print(tables.show(result))
     print(f"\nfigures  {json}")
     if result["failed"]:
         raise SystemExit(1)

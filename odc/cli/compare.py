@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from odc.arms import ARM_NAMES
+from odc.cli.files import writing
 from odc.cli.launched import given_by_launcher, join_launcher, refuse_launcher
 from odc.cli.options import options_from
 from odc.errors import ConfigError
@@ -171,17 +172,25 @@ def carry_out(
 ) -> None:
     """Runs a comparison, writes its figures to `path` and its pictures, and prints its tables.
 
-    With a `team` it does so on the host that leads.
+    With a `team` it does so on the host that leads. Raises ConfigError, after the tables, for what cannot be written.
     """
     from rich.console import Console
     from rich.text import Text
 
-    from odc.experiments.report import compare
+    from odc.experiments.compare import write_pictures
+    from odc.experiments.report import compare, write_report
 
-    figures, written = compare(config, path, ["odc", *sys.argv[1:]], show, team)
+    figures, runs = compare(config, path, ["odc", *sys.argv[1:]], show, team)
     console = Console()
-    for table in tables(figures, console.width):
-        console.print(table)
+    try:
+        with writing("json", path):
+            write_report(path, figures)
+        show("drawing")
+        with writing("output", config.output):
+            written = {"figures": path} | write_pictures(config, runs)
+    finally:  # what was measured is shown though a disk is full
+        for table in tables(figures, console.width):
+            console.print(table)
     width = max(map(len, written))
     for kind, where in written.items():
         console.print(Text(f"{kind:<{width}}  {shlex.quote(str(where))}"), soft_wrap=True)

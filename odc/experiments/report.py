@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from odc.experiments.compare import CompareConfig, hosts_of, over_repeats, run_arms, write_pictures
+from odc.experiments.compare import CompareConfig, hosts_of, over_repeats, run_arms
 from odc.experiments.device import device_names
 from odc.experiments.hosts import HostTeam
 from odc.experiments.machine import machine, versions
@@ -24,8 +24,8 @@ from odc.trace import CATEGORIES, Stat
 
 def compare(
     config: CompareConfig, path: Path, command: Sequence[str], show: Callable[[str], None], team: HostTeam | None = None
-) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Runs a whole comparison; returns its figures, which it writes to `path`, and all files it wrote, by kind.
+) -> tuple[dict[str, Any], dict[str, list[ArmRun]]]:
+    """Runs a whole comparison; returns its figures, which can be written to `path`, and its runs by arm.
 
     Of a `team` the host that leads calls it; the others call `run_arms`.
     """
@@ -33,10 +33,7 @@ def compare(
     config.workload.check_extras()
     new_file(path, "json")
     runs = run_arms(config, show, team)
-    figures = report(config, runs, command) | begun.facts()
-    write_report(path, figures)
-    show("drawing")
-    return figures, {"figures": path} | write_pictures(config, runs)
+    return report(config, runs, command) | begun.facts(), runs
 
 
 def report(config: CompareConfig, runs: dict[str, list[ArmRun]], command: Sequence[str]) -> dict[str, Any]:

@@ -50,3 +50,19 @@ def test_figures_are_written_before_they_are_shown(tmp_path: Path, monkeypatch: 
     with pytest.raises(ZeroDivisionError):
         main(["bench", "--quick", "--device", "cpu", "--only", "get", "--json", str(tmp_path / "a.json")])
     assert json.loads((tmp_path / "a.json").read_text()) == measured
+
+
+def test_figures_are_shown_though_they_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    path = tmp_path / "a.json"
+
+    def run(*_: object) -> dict[str, list[str]]:
+        path.mkdir()
+        return {"failed": [], "left_out": []}
+
+    monkeypatch.setattr(suite, "run", run)
+    monkeypatch.setattr(tables, "show", lambda result: f"table of {result}")
+    assert call("--quick", "--device", "cpu", "--only", "get", "--json", str(path)) == 2
+    captured = capfd.readouterr()
+    assert "table of {'failed': []" in captured.out and f"odc: json: cannot write {path}: " in captured.err

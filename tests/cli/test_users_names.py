@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +31,12 @@ def test_the_title_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 def test_the_files_of_a_comparison(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    import odc.experiments.report as report
+    from odc.experiments import compare, report
 
-    monkeypatch.setattr(report, "compare", lambda *_: ({}, {"figures": Path("out", ODD)}))
-    carry_out(None, Path(), lambda _: None, lambda *_: [])
+    monkeypatch.setattr(report, "compare", lambda *_: ({}, {}))
+    monkeypatch.setattr(report, "write_report", lambda *_: None)
+    monkeypatch.setattr(compare, "write_pictures", lambda *_: {})
+    carry_out(SimpleNamespace(output=Path()), Path("out", ODD), lambda _: None, lambda *_: [])
     assert f"figures  'out/{ODD}'" in capsys.readouterr().out
 
 
