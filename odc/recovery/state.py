@@ -234,6 +234,8 @@ def _put_back(optimizer: torch.optim.Optimizer, kept: dict[str, Any]) -> None:
     for i, state in kept["state"].items():
         optimizer.state[parameters[i]] = state
     for group, values in zip(optimizer.param_groups, kept["groups"], strict=True):
+        for key in group.keys() - values.keys() - {"params"}:
+            del group[key]  # what came after the kept step
         for key, value in values.items():
             if isinstance(group.get(key), torch.Tensor):  # a learning rate that others refer to
                 group[key].copy_(value)

@@ -84,6 +84,25 @@ def test_optimizer_state_that_came_later_goes() -> None:
     assert not one.optimizer.state
 
 
+class CountingInGroups(torch.optim.SGD):
+    """Counts its steps in its groups, as timm's Lamb does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
+
+
+def test_entries_of_parameter_groups_that_came_later_go() -> None:
+    one = Trained(lambda p: CountingInGroups(p, lr=0.1))
+    kept, (group,) = one.take(), one.optimizer.param_groups
+    one.step()
+    one.state.put(*kept)
+    assert "step" not in group and group["initial_lr"] == 0.1
+    one.step()
+    assert group["step"] == 1
+
+
 def test_a_learning_rate_in_a_tensor_stays_that_tensor() -> None:
     one = Trained(OPTIMIZERS["adam with a learning rate in a tensor"])
     rate = one.optimizer.param_groups[0]["lr"]
