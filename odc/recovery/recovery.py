@@ -153,8 +153,8 @@ class Recovery:
         torch's, numpy's and Python's global generators are kept, too. Warns where an earlier generation kept none.
 
         Raises ConfigError in a replacement whose model differs, for another `first` than the job's where no step is
-        kept, or for others that cannot be put back, UnsupportedError for another mesh than a 1-D one over all ranks or
-        a model on another device than the CPU or the GPU that was current, HeapMemoryError without memory.
+        kept, an optimizer that holds another, or others that cannot be put back, UnsupportedError for another mesh than
+        a 1-D one over all ranks or another device than the CPU or the current GPU, HeapMemoryError without memory.
         """
         if self._trained is not None:
             raise ConfigError("protect() is called once")

@@ -53,6 +53,20 @@ class TrainingState:
     others: Mapping[str, Stateful]
     _begun: list[dict[str, Any]] = field(default_factory=list, init=False)  # the modes of the first attempt
 
+    def __post_init__(self) -> None:
+        """ConfigError where an optimizer holds another one that has a state of its own and is not among these."""
+        known = [*self.optimizers]
+        for optimizer in known:  # it grows
+            for name, inner in _held_by(optimizer):
+                if inner in known:
+                    continue
+                if not any(inner.state is one.state for one in known):
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} holds {type(inner).__name__} as {name!r}, which has a state of "
+                        f"its own: give both to protect(), as in protect(model, [optimizer, optimizer.{name}])"
+                    )
+                known.append(inner)
+
     def begin(self) -> None:
         """Note the modes with which the first attempt begins: what a program did before the loop is not repeated."""
         if not self._begun:
@@ -212,6 +226,13 @@ def _refuse_other(mine: Sequence[tuple[str, torch.Tensor]], kept: Sequence[tuple
         first = next((pair for pair in zip(here, there, strict=False) if pair[0] != pair[1]), None)
         differs = f"{first[0]} here, {first[1]} there" if first else f"{len(here)} tensors here, {len(there)} there"
         raise ConfigError(f"the kept state is of another model: {differs}; build the same model in a replacement")
+
+
+def _held_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """The optimizers that are attributes of an optimizer, or in a list, tuple or dict that is one; by its name."""
+    for name, value in vars(optimizer).items():
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        yield from ((name, one) for one in several if isinstance(one, torch.optim.Optimizer))
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

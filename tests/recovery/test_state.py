@@ -211,6 +211,57 @@ def test_optimizer_state_that_is_no_parameters_is_kept() -> None:
     one.state.refuse_undivided()
 
 
+class Sam(torch.optim.Optimizer):
+    """Has an optimizer with moments, and a state of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr=0.1)
+
+
+class Prepared(torch.optim.Optimizer):
+    """As accelerate's: all that it has is another's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state: Any = property(lambda self: self.optimizer.state)
+    param_groups: Any = property(lambda self: self.optimizer.param_groups)
+
+
+class Several(torch.optim.SGD):
+    """Has one optimizer for each parameter."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__([*parameters], lr=0.1)
+        self.each = {p: torch.optim.AdamW([p]) for group in self.param_groups for p in group["params"]}
+
+
+@pytest.mark.parametrize(
+    ("made", "held"),
+    [(Sam, "base_optimizer"), (lambda p: Prepared(Sam(p)), "base_optimizer"), (Several, "each")],
+    ids=["its own", "that of what it wraps", "in a dict"],
+)
+def test_an_optimizer_that_holds_another_one_with_a_state_is_refused(made: Make, held: str) -> None:
+    model = nn.Linear(4, 4)
+    remedy = rf"protect\(model, \[optimizer, optimizer\.{held}\]\)"
+    with pytest.raises(ConfigError, match=f"holds AdamW as '{held}', which has a state of its own: .* {remedy}"):
+        TrainingState([model], [made(model.parameters())], {})
+
+
+def test_an_optimizer_within_another_is_kept_if_it_is_given() -> None:
+    model = nn.Linear(4, 4)
+    sam = Sam(model.parameters())
+    state = TrainingState([model], [sam, sam.base_optimizer], {})
+    tensors, text = state.take()
+    kept = [tensor.clone() for tensor in tensors]
+    model(torch.ones(1, 4)).sum().backward()
+    sam.base_optimizer.step()
+    state.put(kept, text)
+    assert not sam.base_optimizer.state
+    TrainingState([model], [Prepared(sam.base_optimizer)], {})
+
+
 def test_a_scaler_whose_iteration_was_given_up_begins_anew() -> None:
     model, scaler = nn.Linear(4, 4), torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
