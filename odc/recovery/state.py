@@ -36,6 +36,22 @@ class Division(NamedTuple):
 Part = Callable[[int, Division], torch.Tensor]
 
 
+class _NamedTensor(NamedTuple):
+    """A parameter, or a buffer of `module`."""
+
+    name: str
+    tensor: torch.Tensor
+    module: nn.Module | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Change it, in place. A buffer of another shape is replaced: a forward may have made it larger."""
+        local = _local(self.tensor)
+        if local.shape == value.shape:
+            local.copy_(value)
+        else:
+            setattr(self.module, self.name.rpartition(".")[2], value.to(local.device, copy=True))
+
+
 class Stateful(Protocol):
     """Schedulers, batches, and what a loop has of its own; torch's protocol of the same name."""
 
@@ -78,9 +94,9 @@ class TrainingState:
         Outside of forward and backward. Frees what an evaluation has left unsharded.
         """
         named = list(self._named())
-        tensors = [_local(tensor) for _, tensor in named]
+        tensors = [_local(one.tensor) for one in named]
         rest = {
-            "names": [name for name, _ in named],
+            "names": [one.name for one in named],
             "optimizers": [_state_of(optimizer) for optimizer in self.optimizers],
             "others": {name: other.state_dict() for name, other in self.others.items()},
             "random": random_states(),
@@ -105,8 +121,10 @@ class TrainingState:
         With `part` it was given where there were fewer or more ranks: what is sharded comes from there. Without
         `random` the random number generators stay as they are. `first`: it is the state of before the first attempt,
         whose modes are those of `begin`.
-        Raises ConfigError where parameters or buffers have other names, shapes or dtypes, or where there are other
-        optimizers, parameter groups or `others`; nothing is changed then.
+        A buffer gets the shape that it had.
+
+        Raises ConfigError where parameters or buffers have other names or dtypes, parameters other shapes, or where
+        there are other optimizers, parameter groups or `others`; nothing is changed then.
         """
 
         def read(number: int, cut: Division | None) -> torch.Tensor:
@@ -114,13 +132,12 @@ class TrainingState:
 
         rest = _Unpickler(io.BytesIO(text), read, meshes_of(self.models)).load()
         named = list(self._named())
-        mine = [(name, _local(tensor)) for name, tensor in named]
-        cuts = [_division_of(tensor) for _, tensor in named[: len(rest["names"])]]
+        cuts = [_division_of(one.tensor) for one in named[: len(rest["names"])]]
         kept = [read(i, cut) for i, cut in enumerate(cuts)] + list(tensors[len(cuts) : len(rest["names"])])
-        _refuse_other(mine, list(zip(rest["names"], kept, strict=True)))
+        _refuse_other(named, list(zip(rest["names"], kept, strict=True)))
         self._refuse_others(rest)
-        for (_, tensor), value in zip(mine, kept, strict=True):
-            tensor.copy_(value)
+        for one, value in zip(named, kept, strict=True):
+            one.put(value)
         for model in self.models:
             model.zero_grad(set_to_none=True)
         self._set_modes(self._begun[0] if first and self._begun else rest)
@@ -181,19 +198,21 @@ class TrainingState:
                             "number of ranks cannot change with it"
                         )
 
-    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _named(self) -> Iterator[_NamedTensor]:
         """Parameters and buffers, with their names."""
         for model in self.models:
             reshard_all(model)
         for i, model in enumerate(self.models):
-            for name, tensor in (*model.named_parameters(), *_buffers(model)):
-                yield (f"{i}.{name}" if i else name), tensor
+            parameters = (_NamedTensor(*one) for one in model.named_parameters())
+            for one in (*parameters, *_buffers(model)):
+                yield one._replace(name=f"{i}.{one.name}") if i else one
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(model: nn.Module) -> Iterator[_NamedTensor]:
     """Of each module all, also those that are one tensor, which a forward may make of two; shared modules come once."""
     for prefix, module in model.named_modules():
-        yield from module.named_buffers(prefix, recurse=False, remove_duplicate=False)
+        for name, tensor in module.named_buffers(prefix, recurse=False, remove_duplicate=False):
+            yield _NamedTensor(name, tensor, module)
 
 
 def meshes_of(models: Iterable[nn.Module]) -> list[DeviceMesh]:
@@ -217,11 +236,13 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _refuse_other(mine: Sequence[tuple[str, torch.Tensor]], kept: Sequence[tuple[str, torch.Tensor]]) -> None:
-    def described(name: str, tensor: torch.Tensor) -> str:
-        return f"{name}: {tensor.dtype} {list(tensor.shape)}"
+def _refuse_other(mine: Sequence[_NamedTensor], kept: Sequence[tuple[str, torch.Tensor]]) -> None:
+    buffers = {one.name for one in mine if one.module is not None}
 
-    here, there = [described(*one) for one in mine], [described(*one) for one in kept]
+    def described(name: str, tensor: torch.Tensor) -> str:
+        return f"{name}: {tensor.dtype}" + ("" if name in buffers else f" {list(tensor.shape)}")
+
+    here, there = [described(one.name, _local(one.tensor)) for one in mine], [described(*one) for one in kept]
     if here != there:
         first = next((pair for pair in zip(here, there, strict=False) if pair[0] != pair[1]), None)
         differs = f"{first[0]} here, {first[1]} there" if first else f"{len(here)} tensors here, {len(there)} there"

@@ -155,6 +155,32 @@ def test_a_buffer_that_an_interrupted_forward_computed_is_put_back() -> None:
     assert one.model.memory.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["same objects", "new objects"])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+def test_a_buffer_that_a_forward_has_replaced_by_a_larger_one_gets_its_shape_back(
+    before: int, after: int, elsewhere: bool
+) -> None:
+    """As sinusoidal positions for a longer sample; a new process has the first ones, whichever were kept."""
+    one = Trained(OPTIMIZERS["sgd"])
+    one.model[0].register_buffer("positions", torch.arange(float(before)))
+    kept = one.take()
+    other = Trained(OPTIMIZERS["sgd"], seed=9) if elsewhere else one
+    other.model[0].register_buffer("positions", torch.zeros(after))
+    other.state.put(*kept)
+    for tensor in kept[0]:
+        tensor.zero_()  # what is kept stays apart
+    assert other.model[0].get_buffer("positions").tolist() == list(range(before))
+
+
+def test_a_buffer_of_another_dtype_is_refused() -> None:
+    one = Trained(OPTIMIZERS["sgd"])
+    one.model[0].register_buffer("positions", torch.zeros(2))
+    kept = one.take()
+    one.model[0].register_buffer("positions", torch.zeros(4, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=r"0\.positions: torch\.float64 here, 0\.positions: torch\.float32 there"):
+        one.state.put(*kept)
+
+
 @pytest.mark.parametrize("kept_as_one", [False, True])
 def test_a_forward_may_make_two_buffers_one_tensor(kept_as_one: bool) -> None:
     """As some rotary embeddings do: `register_buffer("inv_freq", self.original_inv_freq)`."""
