@@ -19,8 +19,8 @@ class StatefulBatches:
 
     A loader that is put back begins there with its next iterator only; this makes one. `loader` has `state_dict` and
     `load_state_dict`, as torchdata's StatefulDataLoader has; ConfigError without. StopIteration if an epoch is empty.
-    A sampler that has `set_epoch`, as a DistributedSampler, gets the epoch. Workers that draw random numbers draw
-    others once a loader was put back.
+    Batch samplers, samplers and datasets that have `set_epoch`, as a DistributedSampler has, get the epoch. Workers
+    that draw random numbers draw others once a loader was put back.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -51,9 +51,8 @@ class StatefulBatches:
 
     def _begun(self) -> Iterator[Any]:
         if self._iterator is None:
-            sampler: Any = getattr(self._loader, "sampler", None)
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self._epoch)
+            for ordering in _orderings(self._loader):
+                ordering.set_epoch(self._epoch)
             # A loader draws a seed when it begins. One that begins again must not: that draw is in what was put back.
             again, self._put_back = self._put_back, None
             with torch.random.fork_rng([], enabled=again is not None):
@@ -61,6 +60,14 @@ class StatefulBatches:
             if again is not None and again["drawn"] is not None:
                 self._loader.generator.set_state(again["drawn"])
         return self._iterator
+
+
+def _orderings(loader: Any) -> list[Any]:
+    """What decides on the order of a loader's samples and has `set_epoch`, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = (batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None))
+    found = {id(one): one for one in (*parts, getattr(loader, "dataset", None)) if hasattr(one, "set_epoch")}
+    return [*found.values()]
 
 
 def refuse_loaders(others: Mapping[str, object]) -> None:

@@ -123,6 +123,29 @@ def test_what_a_loader_draws_of_its_own_goes_back_with_it(kept: int, anew: bool)
     assert [next(batches) for _ in range(3 * LENGTH)] == expected
 
 
+class Noted:
+    """Notes each epoch that it gets."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.epochs = list[int]()
+        vars(self).update(parts)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_part_that_decides_on_the_order_gets_the_epoch_once(shared: bool) -> None:
+    loader: Any = Loader()
+    loader.dataset, loader.sampler = Noted(), Noted()
+    loader.batch_sampler = Noted(sampler=loader.sampler if shared else Noted())
+    batches = odc.StatefulBatches(loader)
+    for _ in range(LENGTH + 1):
+        next(batches)
+    parts = [loader.dataset, loader.sampler, loader.batch_sampler, loader.batch_sampler.sampler]
+    assert [one.epochs for one in parts] == [[0, 1]] * 4
+
+
 def test_loaders_whose_iterators_would_go_on_are_refused() -> None:
     loader: Any = DataLoader([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="data: DataLoader has no state_dict"):
