@@ -15,13 +15,15 @@ import select
 import subprocess
 import sys
 
+_GIVEN = b"TORCHELASTIC_RUN_ID="
+
 
 def start(fds: list[int], ranks: list[int], patience_s: float) -> subprocess.Popen[bytes]:
     """Start a keeper of these descriptors, which has them under the same numbers. Does not wait.
 
-    `ranks` are the process ids of the host's ranks; the launcher is this process's parent.
+    `ranks` are the process ids of the host's ranks.
     """
-    given = json.dumps([patience_s, os.getppid(), ranks])
+    given = json.dumps([patience_s, find_launcher(), ranks])
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, given],
         pass_fds=fds,
@@ -31,6 +33,22 @@ def start(fds: list[int], ranks: list[int], patience_s: float) -> subprocess.Pop
         start_new_session=True,  # a launcher ends a rank's session, too
         cwd="/",
     )
+
+
+def find_launcher() -> int:
+    """The nearest process above this one that was not given torchrun's variables: a script may stand between them."""
+    found = os.getppid()
+    try:
+        while found > 1 and any(one.startswith(_GIVEN) for one in _file(found, "environ").split(b"\0")):
+            found = int(_file(found, "stat").rpartition(b")")[2].split()[1])
+    except OSError:  # it has ended, or is another user's
+        pass
+    return found
+
+
+def _file(pid: int, name: str) -> bytes:
+    with open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read()
 
 
 def keep(patience_s: float, launcher: int, ranks: list[int]) -> None:

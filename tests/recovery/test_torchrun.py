@@ -12,6 +12,8 @@ import torch
 from support import recovering
 from support.recovering import run, unequal
 
+from odc.recovery import keeper
+
 RANKS = 2
 
 
@@ -41,12 +43,32 @@ def test_ranks_without_recovery_are_not_ended_by_what_ended_those_before(tmp_pat
     assert {"killed.2", "0.jsonl", "1.jsonl"} == {path.name for path in tmp_path.iterdir()}
 
 
-def test_ranks_come_back_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_ranks_come_back_under_torchrun(script: bool, tmp_path: Path) -> None:
+    """Also those of a script that ends with each."""
     for name in ("deaths", "output"):
         (tmp_path / name).mkdir()
     deaths = ["1.2.clip", "0.4.keep"]
-    under_torchrun(recovering.__file__, tmp_path / "deaths", tmp_path / "output", *deaths)
+    program = [recovering.__file__]
+    if script:
+        file = tmp_path / "run.sh"
+        file.write_text(f'#!/bin/bash\n"{sys.executable}" "$@"\nexit $?\n')
+        file.chmod(0o755)
+        program = ["--no-python", str(file), recovering.__file__]
+    under_torchrun(*program, tmp_path / "deaths", tmp_path / "output", *deaths)
     assert {path.name for path in (tmp_path / "deaths").iterdir()} == set(deaths)
     found = [torch.load(tmp_path / "output" / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
     assert len(found[0]["held"]) == 4, "the last process of rank 0 did steps 4 to 7 only"
     assert not unequal(found, run(tmp_path / "undisturbed", RANKS))
+
+
+def test_a_script_that_torchrun_has_started_is_not_the_launcher() -> None:
+    program = f"import runpy; print(runpy.run_path({keeper.__file__!r})['find_launcher']())"
+    found = subprocess.run(
+        ["bash", "-c", f'"{sys.executable}" -c "$1"; exit $?', "bash", program],
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "job"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(found.stdout) == os.getpid()
