@@ -48,9 +48,9 @@ def ward_of(hosts: Mapping[int, str], rank: int) -> int | None:
 
 
 def refuse_hosts(generations: Generations, *, buddies: bool, first: bool) -> None:
-    """UnsupportedError where the hosts of a generation need buddies and there are none, or the other way round.
+    """UnsupportedError where the hosts of a generation need buddies and there are none.
 
-    Also where some rank would have no buddy, at the beginning (`first`): later ranks may come back where there is room.
+    At the beginning (`first`) also where some rank would have no buddy: later ranks may come back where there is room.
     """
     hosts = Counter(presence.host for presence in generations.presences.values())
     if buddies and first and len({*hosts.values()}) > 1:
@@ -60,7 +60,7 @@ def refuse_hosts(generations: Generations, *, buddies: bool, first: bool) -> Non
         )
     if len(hosts) > 1 and generations.may_shrink and not buddies:
         raise UnsupportedError("with fewest=..., ranks on several hosts need keep='buddy'")
-    if len(hosts) == 1 and not generations.may_shrink and buddies:
+    if buddies and first and len(hosts) == 1 and not generations.may_shrink:
         raise UnsupportedError("keep='buddy' is for ranks on several hosts, and all are on this one; keep='host'")
 
 
@@ -138,8 +138,8 @@ class StateExchange:
 class Buddies:
     """What this rank keeps of another, its ward, and what its own buddy reads here. On the rank's main thread.
 
-    `held` are the slots that this process holds; those of the ward are added. Where the ranks have become so few that
-    one host has all of them, there is no ward, and nothing is done.
+    `held` are the slots that this process holds; those of the ward are added. While one host has all ranks, there is no
+    ward, and nothing is done.
     """
 
     def __init__(self, generations: Generations, held: Holdings, settings: Settings) -> None:

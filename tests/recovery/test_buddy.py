@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -15,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import odc
-from odc.errors import PeerLostError, WaitTimeoutError
+from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.fsdp import rejoin
 from odc.net import JobStore
 from odc.net.network import HostNetwork, _key
 from odc.net.reactor import Reactor
 from odc.recovery import buddy
 from odc.recovery import recovery as recovery_module
-from odc.recovery.buddy import Buddies, StateExchange, ward_of
+from odc.recovery.buddy import Buddies, StateExchange, refuse_hosts, ward_of
 from odc.recovery.generations import GenerationOver
 from odc.recovery.members import Agreed, Share
 from odc.recovery.recovery import Recovery
@@ -46,6 +47,15 @@ def test_every_rank_has_one_buddy_on_another_host(count: int, per_host: int, shu
 
 def test_there_is_no_ward_on_one_host() -> None:
     assert ward_of({0: "here", 1: "here"}, 1) is None
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_one_host_has_no_place_for_buddies_when_a_job_begins(first: bool) -> None:
+    """Later the ranks of a lost host may come back on the one that is left."""
+    presences = dict.fromkeys(range(4), SimpleNamespace(host="here"))
+    generations: Any = SimpleNamespace(presences=presences, may_shrink=False)
+    with pytest.raises(UnsupportedError, match="all are on this one") if first else contextlib.nullcontext():
+        refuse_hosts(generations, buddies=True, first=first)
 
 
 class Rank:

@@ -165,10 +165,12 @@ def test_a_host_that_ends_at_any_moment(seed: int, two: Hosts, undisturbed: Any,
 
 
 @pytest.mark.thorough
-def test_ranks_of_a_lost_host_come_back_on_another(three: Hosts, undisturbed: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", [2, 0], ids=["a new one", "the one that is left"])
+def test_ranks_of_a_lost_host_come_back_on_another(host: int, three: Hosts, undisturbed: Any, tmp_path: Path) -> None:
     folder, deaths = tmp_path / "deaths", [Death(2, 3, "begin"), Death(3, 3, "begin")]
     names = [f"{death.rank}.3.begin" for death in deaths]
-    launches = [Launch([0, 1], 0), Launch([2, 3], 0), Launch([2, 3], 0, names)]
+    deaths.append(Death(3, 5, "clip"))
+    launches = [Launch([0, 1], 0), Launch([2, 3], 0), Launch([2, 3], 1, names, host)]
     found = run_on(three, 2, folder, deaths, launches=launches, keep="buddy")
     assert_happened(folder, deaths)
     assert not unequal(found, undisturbed)

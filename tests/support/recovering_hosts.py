@@ -28,12 +28,14 @@ from support.recovering import COMMON, STEPS, Death, Work
 class Launch(NamedTuple):
     """What one host starts: these ranks, each again if it ends otherwise than well, so often in all.
 
-    It begins once the files `after` are there: the deaths of these ranks on another host.
+    It begins once the files `after` are there: the deaths of these ranks on another host. `on` is the host's number,
+    where it is not the launch's own.
     """
 
     ranks: Sequence[int]
     restarts: int
     after: Sequence[str] = ()
+    on: int | None = None
 
 
 def launch_here(
@@ -126,10 +128,11 @@ def run_program_on(
     each = {rank: _environment(hosts, store, rank, per_host, world, keeper) for rank in range(world)}
     processes = RankProcesses(len(hosts), once=True, own=lambda host: {"OMP_NUM_THREADS": "1"})
     try:
+        at = [hosts[i if launch.on is None else launch.on].pid for i, launch in enumerate(launches)]
         processes.send(
             *(
-                task(launch_here, hosts[i].pid, launch, each, entry, str(folder), *program)
-                for i, launch in enumerate(launches)
+                task(launch_here, host, launch, each, entry, str(folder), *program)
+                for host, launch in zip(at, launches, strict=True)
             )
         )
         if not processes.answers(PATIENCE_S, grace_s=1.0):
