@@ -22,7 +22,7 @@ FILES = {
 TEXTS = {name: path.read_text(encoding="utf-8") for name, path in FILES.items()}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
 GROUND = frozenset(
-    {"compiled", "deadlines", "errors", "launchers", "settings", "provenance", "worker"}
+    {"compiled", "deadlines", "errors", "launchers", "saved_dataset", "settings", "provenance", "worker"}
 )  # every room may import these
 #: The rooms from the ground up. A room imports rooms of lower floors only.
 FLOORS = (

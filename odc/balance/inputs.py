@@ -19,7 +19,7 @@ from odc.balance.bound import lower_bound
 from odc.balance.cost import Cost
 from odc.balance.partition import partition
 from odc.balance.state import Ints
-from odc.errors import DataError, PlanError, install
+from odc.errors import DataError, PlanError
 
 #: No minibatch has more tokens: sums of lengths are int64.
 MOST_TOKENS = 2**63 - 1
@@ -231,26 +231,6 @@ def read_elements(path: str | Path) -> list[Any]:
     if not elements:
         raise DataError(f"{path}: lists no lengths")
     return list(elements)
-
-
-def read_saved_dataset(path: Path) -> Any:
-    """The data set in a folder that `datasets.save_to_disk` wrote; of several splits, `train`.
-
-    Raises DataError if there is none, or `datasets` is missing.
-    """
-    try:
-        from datasets import DatasetDict, load_from_disk
-    except ImportError as error:
-        raise DataError(f"reading the folder {path} needs datasets: {install('datasets')}") from error
-    try:
-        found = load_from_disk(str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no folder that datasets' save_to_disk wrote whole: {error}") from error
-    if not isinstance(found, DatasetDict):
-        return found
-    if "train" not in found:
-        raise DataError(f"{path} has no split 'train', only {', '.join(sorted(found))}")
-    return found["train"]
 
 
 def _length(element: Any, field: str, where: str) -> int:

@@ -52,7 +52,7 @@ class HeapRelease:
     ) -> None:
         self._service, self._rendezvous = service, rendezvous
         self._ending = Job(lambda: dismiss(self._close))  # once
-        self._hosts, self._exposed, self._unread, self._forget = hosts, exposed, unread, forget
+        self._hosts, self._exposed, self._unread, self._let_go = hosts, exposed, unread, forget
         self._layout = service.layout
         self._members = [member for member in rendezvous.grid.others() if needed and member in rendezvous.grid.local]
         self._remaining = list(self._members)  # that it waits for
@@ -141,7 +141,7 @@ class HeapRelease:
             with self._layout.heap.lanes.lane("server"):  # in no capture's way
                 self._service.forget()
                 self._layout.close()
-                self._forget()
+                self._let_go()
         finally:
             self.over.set()
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odc.balance.inputs import MOST_TOKENS, read_elements, read_saved_dataset
+from odc.balance.inputs import MOST_TOKENS, read_elements
 from odc.errors import ConfigError, DataError
+from odc.saved_dataset import read_saved_dataset
 
 
 @dataclass(frozen=True)

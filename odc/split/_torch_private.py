@@ -46,6 +46,7 @@ def _check() -> None:
 
 
 try:
+    from torch._C import _current_graph_task_id
     from torch._compile import _disable_dynamo
 except ImportError as error:
     raise _fail(str(error)) from error
@@ -56,6 +57,11 @@ _check()
 def without_dynamo(function: Callable[Given, Found]) -> Callable[Given, Found]:
     """The function, at which a compiled model breaks its graph."""
     return _disable_dynamo(function)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs inside a backward, as a recompute does."""
+    return _current_graph_task_id() != -1
 
 
 def has_flash(query: Tensor) -> bool:

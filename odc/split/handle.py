@@ -12,8 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from odc.errors import OdcError, UnsupportedError
-from odc.fsdp._torch_compat import is_in_backward
-from odc.split._torch_private import without_dynamo
+from odc.split._torch_private import is_in_backward, without_dynamo
 
 _guarded = "_odc_guards_positions"
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from odc.balance.inputs import read_saved_dataset
 from odc.errors import DataError, install
+from odc.saved_dataset import read_saved_dataset
 
 _log = logging.getLogger(__name__)
 
