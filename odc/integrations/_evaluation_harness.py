@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -63,12 +64,16 @@ def spread_requests(
     request is by default the characters of its texts. `after` is called with each kind that is done on the other ranks,
     where every answer is None. `plain` turns an answer into a value that ranks can send each other. Raises
     UnsupportedError when a kind is asked for twice: then requests depend on answers, which all ranks would need.
+    What a method asks of `lm` while it runs requests stays on this rank.
     """
     asked: set[str] = set()
+    running = threading.Lock()  # held while this rank runs requests
 
     def answer(
         kind: str, method: Callable[[list[Any]], Sequence[Any]], requests: list[Any], **options: Any
     ) -> Sequence[Any]:
+        if running.locked():
+            return method(requests, **options)
         if kind in asked:
             raise UnsupportedError(
                 f"{kind} was asked for twice: requests made from answers (agentic tasks) need one rank"
@@ -78,15 +83,12 @@ def spread_requests(
         run = functools.partial(method, **options)
         if pad:
             run = functools.partial(_one_by_one, run)
-        answers = run_requests(
-            requests,
-            lambda some: [plain(one) for one in run(some)],
-            peers,
-            owners=owners,
-            pad=pad,
-            key=_key,
-            kind=f"{kind} requests",
-        )
+
+        def local(some: list[Any]) -> list[Any]:
+            with running:
+                return [plain(one) for one in run(some)]
+
+        answers = run_requests(requests, local, peers, owners=owners, pad=pad, key=_key, kind=f"{kind} requests")
         if answers is not None:
             return answers
         after(kind)

@@ -40,10 +40,16 @@ def evaluate(
     refuse("lm-eval", options, CACHES)
     if lm.world_size != 1:
         raise ConfigError(f"lm spreads requests over {lm.world_size} ranks itself; build it from the sharded model")
-    manager = options.pop("task_manager", None) or TaskManager(metadata=options.get("metadata"))
-    loaded = manager.load(tasks)
-    manager = copy.copy(manager)
-    manager.load = lambda _: loaded  # `after` needs the tasks, whose requests simple_evaluate builds
+    manager = copy.copy(options.pop("task_manager", None) or TaskManager(metadata=options.get("metadata")))
+    load, loaded = manager.load, None
+
+    def remember(specs: Any) -> Any:
+        # Inside simple_evaluate: it seeds `random` first, which tasks may draw their documents from.
+        nonlocal loaded
+        loaded = load(specs)
+        return loaded
+
+    manager.load = remember
     if peers.me:
         options["evaluation_tracker"] = None  # only the first rank writes files
     left = None

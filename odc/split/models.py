@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ def hook(model: nn.Module) -> dict[str, Any]:
         reasons.append("its attention is 'eager': load it with attn_implementation='sdpa'")
     elif name not in AttentionInterface() or name not in AttentionMaskInterface():
         reasons.append(f"its attention {name!r} is not registered with transformers' AttentionInterface")
+    if _scales_by_place(model):
+        reasons.append("its attention scales queries by their place in the piece; in newer transformers it does not")
     if reasons:
         raise UnsupportedError(f"samples of {type(model).__name__} cannot be split: {'; '.join(reasons)}")
     _hand_over(model, name)
@@ -175,6 +178,15 @@ def _refusals(config: dict[str, Any]) -> Iterator[str]:
         yield "it consists of several models (vision or audio towers)"
     if config.get("is_causal") is False or config.get("use_bidirectional_attention"):
         yield "its attention is not causal"
+
+
+def _scales_by_place(model: nn.Module) -> bool:
+    """Whether attention scales late queries but takes no `position_ids`, as Ministral 3 of transformers 5.0."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    attention = [one for one in model.modules() if "layer_idx" in vars(one)]
+    return bool(rope.get("llama_4_scaling_beta")) and any(
+        "position_ids" not in signature(one.forward).parameters for one in attention
+    )
 
 
 def _rope_type(parameters: dict[str, Any]) -> Any:

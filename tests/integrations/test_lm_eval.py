@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import random
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,18 @@ def choice() -> dict[str, Any]:
         "doc_to_target": "{{label}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
+
+
+def shuffled() -> dict[str, Any]:
+    """Documents in an order that is drawn once, when the task is loaded."""
+    order: list[int] = []
+
+    def drawn(data: Any) -> Any:
+        if not order:
+            order.extend(random.sample(range(len(data)), len(data)))
+        return data.select(order)
+
+    return choice() | {"task": "tiny_shuffled", "process_docs": drawn}
 
 
 def generation() -> dict[str, Any]:
@@ -131,6 +144,28 @@ def test_the_results_of_one_process(ranks, world: int, limit: int | None):
     assert len(set(by_rank)) > 1, "the case is not uneven"
 
 
+def _shuffled(rank: int, world: int) -> Any:
+    """With odc, from random states that differ by rank; and by this process alone."""
+    from lm_eval import simple_evaluate
+
+    options: dict[str, Any] = {"bootstrap_iters": 0, "task_manager": manager()}
+    random.seed(rank + 100)
+    with session(timeout_s=100.0) as peers:
+        results = evaluate(wrapped(tiny_qwen2()), [shuffled()], peers, **options)
+    if rank:
+        return results
+    return essence(results), essence(simple_evaluate(model=wrapped(tiny_qwen2()), tasks=[shuffled()], **options))
+
+
+@needs_lm_eval
+def test_tasks_draw_from_the_seed_of_the_harness(ranks):
+    (results, expected), other = ranks(2).run(_shuffled)
+    questions = [sample["doc"]["question"] for sample in expected[1]["tiny_shuffled"]]
+    assert questions != sorted(questions), "the case is not shuffled"
+    assert results == expected
+    assert other is None
+
+
 def _on_other_local_ranks(rank: int, world: int) -> Any:
     """As where the session's first rank is not the first of its host."""
     with pytest.MonkeyPatch.context() as patch, session(timeout_s=100.0) as peers:
@@ -212,7 +247,7 @@ def test_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch):
 
 
 def request(doc_id: int, length: int) -> Any:
-    return SimpleNamespace(task_name="t", doc_id=doc_id, args=("x" * length, len))
+    return SimpleNamespace(task_name="t", doc_id=doc_id, idx=0, args=("x" * length, len))
 
 
 def test_requests_of_one_document_stay_together_and_work_is_even():
@@ -234,3 +269,32 @@ def test_the_first_rank_may_compute_metrics_for_longer_than_the_timeout():
         with pytest.raises(RequestsDone), spread_requests(SimpleNamespace(), [], peers, **options):
             raise RequestsDone
     assert longer == [1]
+
+
+class Delegating:
+    """Answers generate_until through loglikelihood."""
+
+    def loglikelihood(self, requests: list[Any], factor: int = 1) -> list[int]:
+        return [factor * len(one.args[0]) for one in requests]
+
+    def generate_until(self, requests: list[Any]) -> list[int]:
+        return self.loglikelihood(requests, factor=10)
+
+
+def _delegated(rank: int, world: int, documents: int, pad: bool) -> Any:
+    lm, requests = Delegating(), [request(number, number + 1) for number in range(documents)]
+    options: Any = {"pad": pad, "cost": None, "after": lambda kind: None}
+    with (
+        session(timeout_s=30.0) as peers,
+        spread_requests(lm, ["loglikelihood", "generate_until"], peers, **options),
+    ):
+        return lm.generate_until(requests), lm.loglikelihood(requests)
+
+
+@pytest.mark.parametrize("documents", [1, 7])
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_kind_may_be_answered_through_another(ranks, documents: int, pad: bool):
+    """On each rank by itself; the harness may still ask for the other one."""
+    lengths = list(range(1, documents + 1))
+    missing = [None] * documents
+    assert ranks(2).run(_delegated, documents, pad) == [([10 * n for n in lengths], lengths), (missing, missing)]

@@ -69,6 +69,23 @@ def test_refused_by_its_config(kind: str, more: dict[str, Any], reason: str) -> 
         models.hook(model_of(kind, **more))
 
 
+def _of_older_transformers(self: Any, hidden_states: Tensor, cache_position: Any = None, **more: Any) -> Any:
+    """Takes what the attention of Ministral 3 does in transformers 5.0."""
+    raise AssertionError("the model is refused before it runs")
+
+
+def test_queries_scaled_by_their_place_in_the_piece_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check on first use does not see it: the first scaled position lies beyond its 64 tokens."""
+    model: Any = model_of("ministral3", num_key_value_heads=2)
+    assert model.config.rope_parameters["llama_4_scaling_beta"]
+    rehearse(model, models.layers_of(model), models.hook(model))
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", _of_older_transformers)
+    with pytest.raises(UnsupportedError, match="scales queries by their place in the piece"):
+        models.hook(model)
+    model.config.rope_parameters["llama_4_scaling_beta"] = 0.0
+    models.hook(model)
+
+
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
