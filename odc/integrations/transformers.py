@@ -206,6 +206,7 @@ class OdcTrainer(RecoveringTrainer):
         self._kind = type(self.model)
         self.accelerator.device_placement = True
         settings = settings_for(self.args, settings)
+        self._timeout_s = (settings or Settings()).timeout_s
         prepare(self.model, blocks=blocks, settings=settings)
         if isinstance(reference := getattr(self, "ref_model", None), torch.nn.Module):  # of TRL's trainers
             _prepare_reference(reference, blocks=blocks, settings=settings)
@@ -258,7 +259,9 @@ class OdcTrainer(RecoveringTrainer):
                 row_of(stock.collate_fn([stock.dataset[longest]]), lengths[longest])
             keep = not args.gradient_checkpointing  # a recompute puts keys and values once more
             most = min(self._max_tokens, longest_piece(max(lengths)))
-            self._splitter = Splitter(self.model, max(lengths), piece_tokens=most, keep=keep, node=node)
+            self._splitter = Splitter(
+                self.model, max(lengths), piece_tokens=most, keep=keep, node=node, timeout_s=self._timeout_s
+            )
         return planned_loader(stock, steps)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:

@@ -17,6 +17,7 @@ from odc.errors import ConfigError, OdcError
 from odc.fsdp import default_store, root_of
 from odc.handover import version, weight_handle
 from odc.net import Mailbox
+from odc.protocol import RootState
 
 
 def serves(args: Any) -> bool:
@@ -61,8 +62,9 @@ def serve_from_shards(trainer: Any) -> None:
 class ServerWeights:
     """In place of `VLLMGeneration.sync_weights`, for a root of `odc.fully_shard`.
 
-    Every rank calls it, outside of a minibatch. Each publishes; rank 0 asks the server to read, and all wait until it
-    has. If the server refuses, rank 0 raises what TRL's client does, and every other rank OdcError.
+    Every rank calls it, between backwards. Each publishes, unless it has pushed gradients in a minibatch that is still
+    open, whose version has these weights. Rank 0 asks the server to read, and all wait until it has. If the server
+    refuses, rank 0 raises what TRL's client does, and every other rank OdcError.
     """
 
     def __init__(self, model: Any, generation: Any) -> None:
@@ -71,7 +73,9 @@ class ServerWeights:
         self._mail: tuple[Any, Mailbox] | None = None  # and the store by which it goes
 
     def __call__(self) -> None:
-        self._model.publish()
+        minibatch = root_of(self._model).minibatch  # open amid accumulated gradients, where TRL may generate
+        if not (minibatch.state is RootState.OPEN and minibatch.current.pushed):
+            self._model.publish()
         cause: Exception | None = None
         if dist.get_rank() == 0:
             try:

@@ -13,6 +13,7 @@ import torch
 from support.ranks import RanksFailed
 from support.trainers import Logged, arguments, as_torchrun, differences, mixture, model, padded, samples, stepped
 
+from odc import Settings
 from odc.errors import ConfigError
 from odc.experiments.data.bpe import ByteTokenizer
 
@@ -91,6 +92,23 @@ def moved(rank: int, world: int, folder: Path) -> list[bool]:
 def test_pieces_are_made_of_what_has_moved_to_the_device(ranks, tmp_path) -> None:
     for found in ranks(2).run(moved, tmp_path, timeout=500):
         assert found and all(found)
+
+
+def patience(rank: int, world: int, folder: Path) -> float:
+    """How long pieces wait for each other, in seconds."""
+    as_torchrun(rank, world)
+    from odc.integrations import transformers
+
+    options: dict[str, Any] = {"train_dataset": samples(LONG), "data_collator": padded, "max_tokens": 40, "split": True}
+    args, settings = arguments(folder, **CHANGES), Settings(timeout_s=123.0)
+    trainer = transformers.OdcTrainer(model=model(), args=args, settings=settings, **options)
+    with mock.patch.object(transformers, "Splitter") as made:
+        trainer.get_train_dataloader()
+    return float(made.call_args.kwargs["timeout_s"])
+
+
+def test_pieces_wait_as_long_as_the_settings_say(ranks, tmp_path) -> None:
+    assert ranks(2).run(patience, tmp_path, timeout=500) == [123.0, 123.0]
 
 
 def seed_oss() -> Any:

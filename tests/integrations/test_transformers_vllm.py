@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from odc import Settings, fully_shard
 from odc.errors import ConfigError, OdcError, PeerLostError
 from odc.fsdp import root_of
-from odc.handover import Reader, read_groups
+from odc.handover import Reader, read_groups, version
 from odc.integrations.transformers_vllm import ServerWeights, _refuse_other_backend, serve_from_shards
 
 
@@ -73,6 +73,32 @@ def test_the_server_reads_what_the_ranks_have_published(rank: int, world: int) -
         optimizer.zero_grad()
     once = ["start", "update_weights", "finish", "reset"]
     assert client.asked == (["init_weight_transfer_engine", *once * 3] if rank == 0 else [])
+    client.close()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_amid_accumulated_gradients_the_server_reads_what_the_ranks_have_published(rank: int, world: int) -> None:
+    """TRL generates there where steps of an optimizer and generations are out of step."""
+    model = build(fully_shard, Case(counts=((2,),)), init_device_mesh("cpu", (world,)))
+    optimizer, client = adamw(model), ReadingClient()
+    sync = ServerWeights(model, SimpleNamespace(vllm_client=client))
+    for number in range(2):
+        model.set_is_last_backward(False)
+        backward(model, rank, number)
+        before = version(model)
+        sync()
+        assert version(model) == before == number + 1
+        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        if rank == 0:
+            assert client.tensors.keys() == whole.keys()
+            assert all(torch.equal(client.tensors[name], value) for name, value in whole.items()), number
+        model.set_is_last_backward(True)
+        backward(model, rank, number, microbatch=1)
+        optimizer.step()
+        optimizer.zero_grad()
+    once = ["start", "update_weights", "finish", "reset"]
+    assert client.asked == (["init_weight_transfer_engine", *once * 2] if rank == 0 else [])
     client.close()
     dist.barrier()
 

@@ -32,7 +32,8 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Where the job packs what changes, a rollout's process keeps a copy of the shards on other hosts, see `Reader`.
 
     Args:
-        bucket_size: bytes that are read at once, but at least a whole parameter; a rollout process holds twice as many.
+        bucket_size: bytes that are read at once, but at least a whole parameter; a rollout process holds twice as many,
+            in CPU memory.
         is_master: of the actor's rank that answers for all.
         timeout_s: how long a rollout process waits for a rank that makes no progress.
     """
@@ -40,7 +41,7 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = 600.0) -> None:
         self._bucket, self._is_master = bucket_size, is_master
         self._published: Published | None = None
-        self._reader = PublishedReader(timeout_s, changes=True)
+        self._reader = PublishedReader(timeout_s)
 
     def prepare(self) -> Published | None:
         """On every rank of the actor: publish the weights; waits until every rank is done with what was published
@@ -79,16 +80,16 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return {}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield all weights by verl's names, on the CPU, in the actor's compute dtype; beside a GPU one larger than a
-        bucket on the GPU, as verl then sends it by CUDA's handles. A tensor is good until the next is asked for. Waits,
-        and raises, as `odc.handover.read_groups`.
+        """Yield all weights by verl's names, in the actor's compute dtype. Beside a GPU each is there, in memory of its
+        own, as verl hands on CUDA's handles; else it is on the CPU, and good until the next is asked for. Waits, and
+        raises, as `odc.handover.read_groups`.
         """
         published = self._published
         if published is None:
             raise ConfigError("receive_weights() before init_process_group(): nothing is known of what is to be read")
         on_gpu = torch.cuda.is_available()
         for name, tensor in self._reader.read(published, self._bucket):
-            yield name, tensor.cuda() if on_gpu and tensor.nbytes > self._bucket else tensor
+            yield name, tensor.cuda() if on_gpu else tensor
 
 
 def _refuse(engine: Any) -> None:

@@ -31,7 +31,7 @@ from verl.workers.engine.utils import postprocess_batch_func, prepare_micro_batc
 from odc.balance import Cost, cost_of
 from odc.balance.cost import VERL_WORKLOAD
 from odc.errors import OdcError, UnsupportedError
-from odc.fsdp import fully_shard
+from odc.fsdp import fully_shard, root_of
 from odc.integrations.verl.config import options_of
 from odc.integrations.verl.old_policy import teach_worker
 from odc.integrations.verl.pieces import (
@@ -85,10 +85,12 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         self, layered_summon: bool = False, base_sync_done: bool = False, **options: Any
     ) -> tuple[Any, Any]:
         """As verl's, which gathers each parameter on all ranks. Without adapters, quantization and NVSHMEM's memory a
-        rank reads what all of them publish instead, in their compute dtype: no rank waits for another's rollout.
+        rank reads what all of them publish instead, in their compute dtype: no rank waits for another's rollout. Shards
+        on several hosts are gathered too: each rank of a host would read the whole model over the network.
         """
         quantized, exported = getattr(self, "_qat_enabled", False), self._options.settings.memory == "driver"
-        if quantized or hasattr(self.module, "peft_config") or not exported:
+        gathered = quantized or hasattr(self.module, "peft_config") or not exported
+        if gathered or root_of(self.module).grid.shards_span_hosts:
             weights, adapter = super().get_per_tensor_param(layered_summon, base_sync_done, **options)
             return weights, adapter
         return published_here(self, self._published), None
@@ -119,7 +121,7 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         fsdp2_load_full_state_dict(module, weights, self.device_mesh)
         if self._options.split:
             keep = not self.model_config.enable_gradient_checkpointing
-            self._rows = RowPieces(module, keep=keep, node=ranks_of_host())
+            self._rows = RowPieces(module, keep=keep, node=ranks_of_host(), timeout_s=self._options.settings.timeout_s)
         return module
 
     def forward_backward_batch(self, data: Any, loss_function: Callable[..., Any], forward_only: bool = False) -> Any:

@@ -44,13 +44,15 @@ def refuse_batch(data: Any, loss_function: Callable[..., Any]) -> None:
 
     What a loss does is known only of verl's own, by its configuration.
     """
-    config = getattr(loss_function, "keywords", {}).get("config")
+    given = getattr(loss_function, "keywords", {})
+    config = given.get("config")
     policy, mean = getattr(config, "policy_loss", None), getattr(config, "loss_agg_mode", "")
     loss = policy.get("loss_mode", "vanilla") if policy is not None else "vanilla"
     wrong = {
         "use_dynamic_bsz=false": not tu.get_non_tensor_data(data, "use_dynamic_bsz", default=True),
         "force_group_size > 1": tu.get_non_tensor_data(data, "force_group_size", default=1) > 1,
-        "distillation": any(
+        "distillation": "distillation_config" in given
+        or any(
             tu.get_non_tensor_data(data, name, default=False) for name in ("distillation_use_topk", "distillation_only")
         ),
         f"loss_agg_mode={mean}: it is a mean over the tokens of a row": mean == "seq-mean-token-mean",
@@ -64,11 +66,11 @@ def refuse_batch(data: Any, loss_function: Callable[..., Any]) -> None:
 class RowPieces:
     """The pieces of split rows on one rank; every rank makes one, of its sharded model.
 
-    `keep` as in `Splitter`, `node` as in `lb_split`.
+    `keep` and `timeout_s` as in `Splitter`, `node` as in `lb_split`.
     """
 
-    def __init__(self, model: Any, *, keep: bool, node: int) -> None:
-        self._model, self._keep, self._node = model, keep, node
+    def __init__(self, model: Any, *, keep: bool, node: int, timeout_s: float) -> None:
+        self._model, self._keep, self._node, self._timeout_s = model, keep, node, timeout_s
         self._splitter: Splitter | None = None
         self._rooms = (0, 0)
         self._name, self._made = f"rows{next(_engines)}", 0
@@ -115,6 +117,7 @@ class RowPieces:
             piece_tokens=rooms[1],
             keep=self._keep,
             node=self._node,
+            timeout_s=self._timeout_s,
             name=f"{self._name}.{self._made}",
         )
         self._splitter.prepare()

@@ -50,13 +50,10 @@ def published(engine: Any) -> Published:
 
 
 class PublishedReader:
-    """Reads what is published; it stays attached from sync to sync, until another handle comes.
+    """Reads what is published; it stays attached from sync to sync, until another handle comes."""
 
-    `changes` as in `Reader`, which then keeps a copy of all shards on other hosts: with it, each rank of a host would.
-    """
-
-    def __init__(self, timeout_s: float, *, changes: bool = False) -> None:
-        self._timeout_s, self._changes = timeout_s, changes
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._reader: tuple[str, Reader] | None = None  # and the handle that it was made of
 
     def read(
@@ -76,7 +73,7 @@ class PublishedReader:
             if self._reader is not None:
                 self._reader[1].close()
             by = device if torch.device(device).type == "cuda" else None
-            self._reader = handle, Reader(handle, timeout_s=self._timeout_s, changes=self._changes, device=by)
+            self._reader = handle, Reader(handle, timeout_s=self._timeout_s, device=by)
         return self._reader[1]
 
 

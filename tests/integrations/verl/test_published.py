@@ -204,6 +204,27 @@ def test_adapters_are_left_to_verl(actor: RankPool, model: Path) -> None:
     actor.run(unmerged)
 
 
+def gathers(rank: int, world: int) -> tuple[int, int]:
+    """Versions before and after a rollout beside the rank gets its weights; shards are taken to be on several hosts."""
+    from odc.handover import version
+    from odc.protocol import RankGrid
+
+    expected, before = gathered(held.engine), version(held.engine.module)
+    with mock.patch.object(RankGrid, "shards_span_hosts", True):
+        weights, adapter = held.engine.get_per_tensor_param()
+        found = {name: value.clone() for name, value in weights}
+    assert adapter is None and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    return before, version(held.engine.module)
+
+
+def test_shards_on_several_hosts_are_gathered(actor: RankPool, model: Path) -> None:
+    """Each rank of a host would read the whole model over the network."""
+    actor.run(start, model, {})
+    for before, after in actor.run(gathers):
+        assert before == after, "weights were published, to be read by each rank"
+
+
 def test_verls_sender_takes_what_a_reader_reads() -> None:
     """As docs/verl.md has it, for a rollout of a program of one's own."""
     import_verl("verl.workers.rollout")
@@ -219,17 +240,13 @@ def test_verls_sender_takes_what_a_reader_reads() -> None:
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_of_shards_on_other_hosts_a_rank_keeps_no_copy_and_a_process_of_rollouts_one() -> None:
-    """Eight ranks of a host would keep eight copies of the model."""
+def test_a_process_of_rollouts_keeps_a_copy_of_shards_on_other_hosts() -> None:
+    """To which it applies what changes."""
     import_verl()
     import_verl("odc.integrations.verl.checkpoint_engine")
     from odc.integrations.verl.checkpoint_engine import OdcCheckpointEngine
-    from odc.integrations.verl.published import PublishedReader
 
-    kept = {}
     with Job(LAYOUT, settings=Settings(changes="on")) as job, far_handle(job) as (handle, _):
         rollouts = OdcCheckpointEngine(bucket_size=SMALL)._reader
-        for name, published in (("rank", PublishedReader(60.0)), ("rollouts", rollouts)):
-            with published._attached(handle, "cpu") as reader:
-                kept[name] = len(reader._kept)
-    assert kept == {"rank": 0, "rollouts": 2}
+        with rollouts._attached(handle, "cpu") as reader:
+            assert len(reader._kept) == 2

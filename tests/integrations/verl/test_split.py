@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -155,12 +156,28 @@ def test_every_rank_needs_a_row() -> None:
     from odc.balance import linear_cost
     from odc.integrations.verl.pieces import RowPieces
 
-    rows_of = RowPieces(None, keep=True, node=3)
+    rows_of = RowPieces(None, keep=True, node=3, timeout_s=60.0)
     assert rows_of.most(3) == rows_of.most(4) == 2
     assert rows_of.plan([[90], [80], [70]], 100, linear_cost) is None
     assert rows_of.plan([[150], [80], [70]], 100, linear_cost) is not None
     with pytest.raises(PlanError, match="leaves data-parallel rank 2 without a row: 3 of 3 rows are split"):
         rows_of.plan([[150], [150], [150]], 100, linear_cost)
+
+
+def patience(rank: int, world: int, model: Path) -> float:
+    """How long pieces wait for each other, in seconds."""
+    join_as_verl(rank, world)
+    from odc.balance import linear_cost
+    from odc.integrations.verl import pieces
+
+    rows_of = build(model, "odc", odc={"split": True, "timeout_s": 123.0})._rows
+    with mock.patch.object(pieces, "Splitter") as made:
+        rows_of.prepare(rows_of.plan([[151], [20, 30]], 100, linear_cost), 100)
+    return float(made.call_args.kwargs["timeout_s"])
+
+
+def test_pieces_wait_as_long_as_the_settings_say(ranks, model) -> None:
+    assert ranks(2).run(patience, model) == [123.0, 123.0]
 
 
 def refused(rank: int, world: int, model: Path) -> list[str]:
@@ -199,8 +216,9 @@ def test_what_cannot_be_split_is_refused_on_every_rank(ranks, model) -> None:
 
 def test_losses_that_are_no_sums_over_tokens_are_refused() -> None:
     import_verl("verl.workers.config")
+    from verl.trainer.distillation.losses import distillation_ppo_loss
     from verl.utils import tensordict_utils as tu
-    from verl.workers.config import PolicyLossConfig
+    from verl.workers.config import DistillationConfig, DistillationLossConfig, PolicyLossConfig
 
     from odc.integrations.verl.pieces import refuse_batch, refuse_options
 
@@ -213,6 +231,9 @@ def test_losses_that_are_no_sums_over_tokens_are_refused() -> None:
     ):
         with pytest.raises(UnsupportedError, match=name):
             refuse_batch(data, actor_loss(**changes))
+    estimated = DistillationConfig(distillation_loss=DistillationLossConfig(loss_mode="k1"))
+    with pytest.raises(UnsupportedError, match="distillation"):
+        refuse_batch(data, partial(distillation_ppo_loss, **actor_loss().keywords, distillation_config=estimated))
     tu.assign_non_tensor(data, distillation_use_topk=True)
     with pytest.raises(UnsupportedError, match="distillation"):
         refuse_batch(data, loss_with_metrics)
