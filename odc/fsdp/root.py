@@ -131,7 +131,7 @@ class Root:
         """Shut down in good order; the modules, which let go of this root, must not be run any more. Does not wait.
         Idempotent.
 
-        `note` goes into the error of a peer that waits for this rank in vain. Returns `HeapRelease.wait`.
+        `note` goes into the error of a peer that waits for this rank in vain. Returns what `ReleaseQueue.add` does.
         """
         self._note.append(note)
         wait = self._end()

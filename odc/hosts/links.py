@@ -41,6 +41,7 @@ from odc.protocol.words import (
     ARENA_TABLE,
     ARENA_TAKEN,
     BOARD_WORDS,
+    UNREACHED,
     VERSION_WORDS,
     Outcome,
     RootState,
@@ -284,7 +285,8 @@ class Links:
                 raise MalformedMessageError(f"{type(message).__name__} beyond what there is")
 
     def missed(self, partner: int, why: str = "") -> None:
-        """`partner` has no link to this rank: it shut this root down, or ended, before it had one.
+        """`partner` has no link to this rank: it shut this root down, or ended, before it had one; or it cannot be
+        reached, which `why` explains.
 
         The job goes on, because roots that were built and never run may be shut down at any time. A rank that waits for
         it gets the error.
@@ -294,7 +296,7 @@ class Links:
                 return
             peer = self._layout.remote(partner)
             peer.set_reason(why)
-            peer.board.store(Word.LEFT, 1)
+            peer.board.store(Word.LEFT, UNREACHED if why else 1)
 
     def _end(self, link: HostLink, error: Exception) -> None:
         """Report the loss of the other end, unless it had shut down in good order, or this rank closes its links."""
@@ -309,9 +311,11 @@ class Links:
         if isinstance(error, MalformedMessageError):
             there = self._ranks_on([grid.host(link.member)])
             reason, detail = f"the host of ranks {there} speaks nonsense", f": {error}"
-        elif not isinstance(error, _DEAD):
+        elif not isinstance(error, _DEAD) and link.silent():
             reason, why, culprit = self._cut_off(link)
             detail = f": {error} ({why})"
+        elif not isinstance(error, _DEAD):  # its host answers
+            reason, detail = f"rank {peer.rank} does not read its link to rank {grid.rank}", f": {error}"
         self._report(Loss(peer.rank, culprit, reason, detail, certain=False))
 
     def _cut_off(self, link: HostLink) -> tuple[str, str, int]:

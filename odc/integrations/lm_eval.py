@@ -41,7 +41,8 @@ def evaluate(
     if lm.world_size != 1:
         raise ConfigError(f"lm spreads requests over {lm.world_size} ranks itself; build it from the sharded model")
     manager = copy.copy(options.pop("task_manager", None) or TaskManager(metadata=options.get("metadata")))
-    load, loaded = manager.load, None
+    load = manager.load
+    loaded: Any = None
 
     def remember(specs: Any) -> Any:
         # Inside simple_evaluate: it seeds `random` first, which tasks may draw their documents from.

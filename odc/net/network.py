@@ -96,7 +96,8 @@ class HostNetwork:
         """Let roots with `settings` use it: make the engine, if no root has yet.
 
         A listener that was made for the watch, by the settings of another module, moves where these name another place.
-        Raises UnsupportedError if a root uses it, and `settings` name other places, another secret or lost_after_s.
+        What they leave at the default stays as it is. Raises UnsupportedError if a root uses it, and `settings` name
+        other places, another secret or lost_after_s.
         """
         if self._engine is not None:
             if name := self._other(settings, _FIXED):
@@ -107,8 +108,8 @@ class HostNetwork:
                 )
             return
         moves = self._other(settings, _LISTENING)
-        kept = {name: getattr(settings, name) or getattr(self._settings, name) for name in _LISTENING}
-        self._settings = dataclasses.replace(settings, **kept)
+        kept = {name: getattr(self._settings, name) for name in _FIXED if _is_default(settings, name)}
+        self._settings = settings = dataclasses.replace(settings, **kept)
         if moves:
             self._reactor.call(self._listener.close)
             self._listener = self._listen()
@@ -121,7 +122,7 @@ class HostNetwork:
     def _other(self, settings: Settings, names: tuple[str, ...]) -> str:
         """The first of these settings that differs from this listener's and is not the default; "" if none does."""
         for name in names:
-            if getattr(settings, name) not in (getattr(self._settings, name), getattr(Settings(), name)):
+            if getattr(settings, name) != getattr(self._settings, name) and not _is_default(settings, name):
                 return name
         return ""
 
@@ -193,6 +194,10 @@ class HostNetwork:
         self._listener.close()
         if self._engine is not None:
             self._engine.close()
+
+
+def _is_default(settings: Settings, name: str) -> bool:
+    return bool(getattr(settings, name) == getattr(Settings(), name))
 
 
 def _raise_limit_of_files() -> None:

@@ -26,7 +26,7 @@ from odc.errors import PeerLostError, WaitTimeoutError, aborted_by
 from odc.memory import Words
 from odc.protocol.check import ProtocolChecks
 from odc.protocol.layout import HeapLayout
-from odc.protocol.words import Word
+from odc.protocol.words import UNREACHED, Word
 from odc.trace import WAIT, recorder
 
 _YIELDS = 39
@@ -155,10 +155,13 @@ class Waiter:
         if member != column and self._layout.local(column).board.load(Word.LEFT):
             member = column  # through which the other host's state arrives
         peer, rank = self._layout.peer(member), self._grid.ranks[member]
-        note, blamed = peer.reason, peer.board.load(Word.LEFT) - 2
-        text = f"{self._me()}, waiting for {what}: rank {rank} has left the job (it ended or called odc.shutdown)"
+        note, left = peer.reason, peer.board.load(Word.LEFT)
+        text = f"{self._me()}, waiting for {what}: rank {rank}"
+        if left == UNREACHED:
+            raise PeerLostError(f"{text} cannot be reached: {note}", culprit=rank)
+        text += " has left the job (it ended or called odc.shutdown)"
         why = f"; the last error there was {note}" if note else ""
-        raise PeerLostError(f"{text}{why}; {_SAME_NUMBER}", culprit=blamed if blamed >= 0 else rank)
+        raise PeerLostError(f"{text}{why}; {_SAME_NUMBER}", culprit=left - 2 if left >= 2 else rank)
 
     def _raise_timeout(self, member: int, what: str, published: int, done: int) -> None:
         rank = self._grid.ranks[member]

@@ -15,7 +15,7 @@ class Word(IntEnum):
     COMPLETE = 3  # newest epoch whose accumulator holds every push; under hybrid sharding replicas read it then
     READ = 4  # newest epoch for which the rank has read its replicas' accumulators
     ABORT = 5  # 0, or 1 + global rank of the culprit; written by any rank
-    LEFT = 6  # 1 once the rank has shut down, or 2 + the global rank whose error made it
+    LEFT = 6  # 1 once the rank has shut down, or 2 + the global rank whose error made it; or `UNREACHED`
     PROGRESS = 7  # counts calls into odc; the deadline of a wait for this rank starts anew when it moves
     STATE = 8  # a RootState, for `odc status`
     MICROBATCH = 9  # forwards of the root since the epoch began
@@ -32,6 +32,7 @@ class Word(IntEnum):
 
 
 BOARD_WORDS = 24  # three cache lines of eight; the last four are free
+UNREACHED = -1  # LEFT in the mirror of a rank on another host that this host cannot connect to; the reason is why
 
 
 class ClaimWord(IntEnum):

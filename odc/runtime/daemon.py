@@ -22,7 +22,7 @@ from odc.hosts.watch import HostWatch, neighbours
 from odc.memory import Words
 from odc.net.handshake import PeerCredentials
 from odc.net.host_link import HostLink
-from odc.net.listener import list_listeners, remedy
+from odc.net.listener import Listener, list_listeners, remedy
 from odc.net.liveness import Liveness, Loss
 from odc.net.network import HostNetwork
 from odc.net.reactor import Reactor, Registration
@@ -51,8 +51,10 @@ class Daemon:
         self.address = f"{LISTENER_PREFIX}{os.getuid()}.{rank}.{self.pid}.{secrets.token_hex(4)}"
         self._services: dict[str, Service] = {}
         self._registered: dict[str, list[Registration]] = {}  # by service
+        self._listener: Listener[None] | None = None
         self._network: HostNetwork | None = None
         self._host_watch: HostWatch | None = None
+        self._shared: Settings | None = None  # the first that a model was given: what models share follows them
         self._making = threading.Lock()
         self._stopped = False
         self.doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -146,6 +148,8 @@ class Daemon:
         with self._making:
             network = self._listening(store, settings)
             before = network.address
+            if self._shared is not None:
+                network.open(self._shared)
             network.open(settings)
             if self._host_watch is not None and network.address != before:
                 self._host_watch.connect()
@@ -154,15 +158,16 @@ class Daemon:
     def watch_hosts(self, store: Any, settings: Settings | None, world: int) -> None:
         """Watch this rank's neighbours among `world` ranks, where torchrun runs the job on several hosts (`HostWatch`).
 
-        Called by each `fully_shard`; None where it was given no settings, which the root may still have.
+        Called by each `fully_shard`; None where it was given no settings, which the root may still have. What models
+        share follows the first settings, whichever model is run first.
         Raises as a JobStore does; where this host cannot be listened at, the first root raises an error.
         """
         with self._making, contextlib.suppress(UnsupportedError, ConfigError):
+            self._shared = self._shared or settings
+            chosen = self._shared or Settings()
             if self._host_watch is not None:
-                if settings is not None:
-                    self._host_watch.wait_for_network(settings.lost_after_s)
+                self._host_watch.wait_for_network(chosen.lost_after_s)
             elif around := neighbours(self.rank, world):
-                chosen = settings or Settings()
                 network = self._listening(store, chosen)
                 self._host_watch = HostWatch(self._reactor, network, self.liveness, around, chosen.lost_after_s)
 
@@ -173,7 +178,8 @@ class Daemon:
 
     def _listening(self, store: Any, settings: Settings) -> HostNetwork:
         if self._network is None:
-            self._network = HostNetwork(self._reactor, store, self.rank, settings, self.liveness.refuse)
+            chosen = self._shared or settings
+            self._network = HostNetwork(self._reactor, store, self.rank, chosen, self.liveness.refuse)
         return self._network
 
     def notify(self) -> None:
@@ -206,7 +212,8 @@ class Daemon:
         while self._registered:
             for registration in self._registered.popitem()[1]:
                 registration.cancel()
-        self._listener.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._network is not None:
             self._network.close()
         if self._host_watch is not None:

@@ -223,7 +223,7 @@ class Member(Endpoint):
 
         Does not wait: finalizers call it, on any thread. After an abort the heap is closed at once. `note` goes
         into the error of a peer that waits for this rank in vain, `culprit` is the rank to blame, if not this one;
-        `needed` and `unread` are those of `HeapRelease`. Returns `HeapRelease.wait`; None in a forked child,
+        `needed` and `unread` are those of `HeapRelease`. Returns what `ReleaseQueue.add` does; None in a forked child,
         which only drops its copy.
         """
         if self.forked:
@@ -237,5 +237,4 @@ class Member(Endpoint):
         release = HeapRelease(
             self._service, self.rendezvous, dismiss, self._hosts, self._exposed, needed, unread, forget
         )
-        self._daemon.releases.add(release)
-        return release.wait
+        return self._daemon.releases.add(release)

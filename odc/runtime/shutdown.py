@@ -7,6 +7,7 @@ which may run on any thread, must not wait and the daemon's loop must not wait f
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -145,10 +146,12 @@ class HeapRelease:
         finally:
             self.over.set()
 
-    def wait(self) -> None:
-        """Return once the heap is closed; WaitTimeoutError if a peer was given up, or a device is not done with it."""
+    def wait(self, serve: Callable[[], None]) -> None:
+        """Return once the heap is closed; WaitTimeoutError if a peer was given up, or a device is not done with it.
+        `serve` is called now and then until no peer needs it.
+        """
         while not self._ending.over(ALIVE_CHECK_S):  # `check` has a deadline
-            pass
+            serve()
         timeout_s = self._rendezvous.timeout_s
         if not self.over.wait(timeout_s):
             raise WaitTimeoutError(
@@ -169,24 +172,20 @@ class ReleaseQueue:
         self._stopping = False
         self._serving = threading.Lock()  # held by the thread
 
-    def add(self, release: HeapRelease) -> None:
+    def add(self, release: HeapRelease) -> Callable[[], None]:
+        """Returns a function that waits for the release, as `HeapRelease.wait` does."""
         self._added.append(release)
-        if self._serving.acquire(blocking=False):
-            try:
-                in_background("odc-releases", self._release)
-            except RuntimeError:  # no thread can be started now; `wait` serves them then
-                self._serving.release()
+        self._start()
         if self._stopping:
             release.end()  # the thread may have ended before
+        return functools.partial(release.wait, self._serve_waiting)
 
     def wait(self) -> None:
         """Return once every release that was added is over. Raises as `HeapRelease.wait` does, for the first."""
-        late, added = None, self._added[:]
-        if added and self._serving.acquire(blocking=False):
-            self._release()
-        for release in added:
+        late = None
+        for release in self._added[:]:
             try:
-                release.wait()
+                release.wait(self._serve_waiting)
             except WaitTimeoutError as error:
                 late = late or error
         if late is not None:
@@ -195,7 +194,23 @@ class ReleaseQueue:
     def stop(self) -> None:
         """Close the remaining heaps, even if a peer still needs one."""
         self._stopping = True
-        self._serving.acquire(timeout=RELEASE_JOIN_S)
+        if self._serving.acquire(timeout=RELEASE_JOIN_S):
+            self._check_each()  # of those that got no thread
+
+    def _serve_waiting(self) -> None:
+        """By a thread that waits for a release, as there may have been no thread to serve it."""
+        self._start(self._check_each)
+
+    def _start(self, otherwise: Callable[[], None] = lambda: None) -> None:
+        """Start the thread, unless it runs. Where the system starts none now, `otherwise` takes its place."""
+        if self._serving.acquire(blocking=False):
+            try:
+                in_background("odc-releases", self._release)
+            except RuntimeError:
+                try:
+                    otherwise()
+                finally:
+                    self._serving.release()
 
     def _release(self) -> None:
         more = True
@@ -211,15 +226,19 @@ class ReleaseQueue:
         while self._added:
             if len(self._added) > known:
                 backoff.restart()
-            for release in self._added[:]:
-                if self._stopping or _is_over(release):
-                    release.give_up()
-                    release.over.wait(RELEASE_FIRST_CHECK_S)
-                if release.over.is_set():
-                    self._added.remove(release)
+            self._check_each()
             known = len(self._added)
             if known:
                 backoff.sleep()
+
+    def _check_each(self) -> None:
+        """Once, under the lock."""
+        for release in self._added[:]:
+            if self._stopping or _is_over(release):
+                release.give_up()
+                release.over.wait(RELEASE_FIRST_CHECK_S)
+            if release.over.is_set():
+                self._added.remove(release)
 
 
 def _is_over(release: HeapRelease) -> bool:

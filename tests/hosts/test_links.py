@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import socket
 import struct
@@ -86,14 +87,33 @@ def test_the_end_of_a_wait_that_others_have_seen_is_sent(linked: Linked, monkeyp
     assert not sent, "a wait that no other host has seen"
 
 
-def test_a_rank_that_never_reads_counts_is_named(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
-    links = linked.join().links[0]
-    monkeypatch.setattr(links._links[2], "room", lambda nbytes: False)
+@pytest.mark.parametrize(("me", "other"), [(0, 2), (2, 0)])
+def test_a_rank_that_never_reads_counts_is_named(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch, me: int, other: int
+) -> None:
+    """And not by the rule for a cut network, which may name this rank: the other host answers."""
+    links, (here, there) = linked.join().links[me], (linked.group.layouts[0].grid.ranks[one] for one in (me, other))
+    monkeypatch.setattr(links._links[other], "room", lambda nbytes: False)
     settings = dataclasses.replace(links._layout.settings, timeout_s=0.1)
     monkeypatch.setattr(links._layout, "settings", settings)
     links.send_counts(torch.tensor([3, 4, 7]))
-    ((reason, culprit),) = linked.aborts[0]
-    assert "for 0.1 s it has not read what this host says" in reason and culprit == 16
+    ((reason, culprit),) = linked.aborts[me]
+    assert reason.startswith(f"rank {there} does not read its link to rank {here} in epoch 0")
+    assert reason.endswith(": for 0.1 s it has not read what this host says") and culprit == there
+
+
+def test_a_rank_whose_link_stays_full_is_named(linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the kernel has taken no more for so long that the call ends."""
+    links = linked.join().links[2]
+
+    def full(encoded: bytes) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(links._links[0], "send", full)
+    links.stored(Word.DONE, 1)
+    ((reason, culprit),) = linked.aborts[2]
+    assert reason.startswith("rank 10 does not read its link to rank 16 in epoch 0")
+    assert culprit == 10
 
 
 def test_a_link_knows_what_has_not_arrived(linked: Linked) -> None:
@@ -175,9 +195,12 @@ def test_a_rank_that_shut_down_before_it_was_linked_has_left(linked: Linked) -> 
 
 
 @pytest.mark.parametrize(("me", "other"), [(2, 0), (0, 2)])
-def test_the_same_host_is_named_on_both_sides_of_a_cut(linked: Linked, me: int, other: int) -> None:
-    linked.join()
-    linked.links[me]._end(linked.links[me]._links[other], TimeoutError(110, "Connection timed out"))
+def test_the_same_host_is_named_on_both_sides_of_a_cut(
+    linked: Linked, monkeypatch: pytest.MonkeyPatch, me: int, other: int
+) -> None:
+    link = linked.join().links[me]._links[other]
+    monkeypatch.setattr(link, "silent", lambda: True)
+    linked.links[me]._end(link, TimeoutError(110, "Connection timed out"))
     ((reason, culprit),) = linked.aborts[me]
     assert reason.startswith("the host of ranks 16, 19 cannot be reached any more from that of ranks 10, 13 in epoch 0")
     assert culprit == 16

@@ -333,6 +333,15 @@ def test_a_listener_that_no_root_uses_yet_suits_all_that_would_listen_alike() ->
     one.close()
 
 
+def test_a_listener_that_no_root_uses_yet_keeps_what_a_root_leaves_at_the_default() -> None:
+    chosen = Settings(address="127.0.0.1", lost_after_s=20.0)
+    one = HostNetwork(cast(Reactor, ByHand()), dist.HashStore(), 0, chosen)
+    one.open(Settings(engine="sockets"))
+    engine: Any = one.engine
+    assert one.lost_after_s == engine._connections._lost_after_s == engine._server._lost_after_s == 20.0
+    one.close()
+
+
 def test_a_listener_that_no_root_uses_yet_moves_so_that_a_rank_has_one_port() -> None:
     store, (port,) = dist.HashStore(), free_ports(1)
     one = HostNetwork(cast(Reactor, ByHand()), store, 0, Settings(address="127.0.0.1", ports=(port, port)))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 
@@ -16,6 +18,7 @@ from support.ranks import RankPool
 from support.sides import aborts, descriptors, settle
 from support.waiting import until
 
+from odc.errors import UnsupportedError
 from odc.net.listener import list_listeners
 from odc.net.requests import ask
 from odc.runtime import Daemon, daemon, stop_daemon
@@ -82,6 +85,23 @@ def test_close_gives_everything_back_and_may_be_called_again(group: HeapGroup, v
     assert server.address not in list_listeners("odc.")
     assert not server.alive()
     assert aborts(group) == [0, 0, 0]
+
+
+def test_a_daemon_that_cannot_listen_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox that forbids it."""
+
+    def refuse(*unused: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    uncaught = list[object]()
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+    monkeypatch.setattr(sys.modules[Daemon.__module__], "serve_requests", refuse)
+    gc.collect()
+    before, threads = descriptors(), threading.active_count()
+    with pytest.raises(UnsupportedError, match=r"rank 4 cannot start its server daemon \(.*not permitted\); look at"):
+        daemon(4)
+    assert not uncaught
+    until(lambda: descriptors() <= before and threading.active_count() <= threads)
 
 
 def test_a_notification_after_close_writes_to_no_recycled_descriptor(group: HeapGroup) -> None:
@@ -178,6 +198,7 @@ def test_a_root_may_end_while_the_loop_ends(group: HeapGroup, monkeypatch: pytes
     server, ending, go_on, closed = Daemon(10), threading.Event(), threading.Event(), threading.Event()
     server.serve(group.services[0])
     settle(server)
+    assert server._listener is not None
     close = server._listener.close
     monkeypatch.setattr(server._listener, "close", lambda: (ending.set(), go_on.wait(60.0), close()))
     closing = threading.Thread(target=server.close)

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.linked import Linked, two_hosts_unlinked
+from support.waiting import until
 
 from odc.errors import PeerLostError
+from odc.protocol import Word
 from odc.runtime import linking
 from odc.runtime.linking import HostConnections
 
@@ -43,6 +46,32 @@ def test_a_rank_whose_links_do_not_come_notices_that_the_job_has_ended(
     made("root", SimpleNamespace(grid=grid), network, links, None).connect(rendezvous)
     assert over.wait(60.0)
     assert aborted == [("rank 5 died", 5)] and len(asked) == 3 and missed == ([0] if host else [])
+
+
+def test_a_rank_that_cannot_be_dialled_is_not_reported_as_one_that_has_left() -> None:
+    """Its reason is an error of this host, by which the ranks beside this one see that rank too."""
+    why = "rank 16, connecting to rank 10 at 10.0.0.1:4: [Errno 113] No route to host"
+
+    def dial(*unused: object) -> None:
+        raise PeerLostError(why, culprit=10)
+
+    linked = Linked(two_hosts_unlinked())
+    network: Any = SimpleNamespace(expect=lambda *unused: None, dial=dial)
+    rendezvous: Any = SimpleNamespace(agreed=lambda partner: None, check=None)
+    made = HostConnections("root", linked.group.layouts[2], network, linked.links[2], lambda link: None)
+    made.connect(rendezvous)
+    until(lambda: linked.seen(2, 0, Word.LEFT))
+    assert not linked.aborts[2]
+    for member in (2, 3):
+        waiter = linked.group.members[member].protocol.waiter
+        with pytest.raises(PeerLostError) as caught:
+            waiter.until(lambda: False, 0, "rank 10 to publish epoch 1")
+        me = linked.group.layouts[member].grid.rank
+        assert str(caught.value) == (
+            f"rank {me} (epoch 0), waiting for rank 10 to publish epoch 1: rank 10 cannot be reached: {why}"
+        )
+        assert caught.value.culprit == 10
+    linked.close()
 
 
 def test_any_error_of_the_thread_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,21 +212,47 @@ def test_memory_is_given_back_where_no_thread_can_be_started(side: Make, monkeyp
     assert not is_open(one) and one.daemon.alive()
 
 
-def test_releases_that_got_no_thread_are_served_by_whoever_waits(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_background(name: str, work: Callable[[], None]) -> None:
-        raise RuntimeError("can't start new thread")
+def no_thread(name: str, work: Callable[[], None]) -> None:
+    """Stands in for `in_background`."""
+    raise RuntimeError("can't start new thread")
 
+
+def test_releases_that_got_no_thread_are_served_by_whoever_waits(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = side(0).announce(), side(1).announce()
     with monkeypatch.context() as patched:
-        patched.setattr(shutdown, "in_background", in_background)
+        patched.setattr(shutdown, "in_background", no_thread)
         left(one)
         left(other)
-    waiters = [threading.Thread(target=at.daemon.releases.wait) for at in (one, other)]
+    waiters = [threading.Thread(target=at.daemon.releases.wait, daemon=True) for at in (one, other)]
     for waiter in waiters:
         waiter.start()
     for waiter in waiters:
-        waiter.join(60.0)
+        waiter.join(20.0)
     assert not is_open(one) and not is_open(other)
+
+
+def test_a_release_that_got_no_thread_is_served_by_whoever_waits_for_it(
+    side: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for an arena that is closed; of two that wait, the one that serves may be done first."""
+    one, other = side(0).announce(), side(1).announce()
+    monkeypatch.setattr(shutdown, "in_background", no_thread)
+    waits = [left(one), left(other)]
+    waiters = [threading.Thread(target=wait, daemon=True) for wait in (*waits, one.daemon.releases.wait)]
+    for waiter in waiters:
+        waiter.start()
+    for waiter in waiters:
+        waiter.join(20.0)
+    assert not any(waiter.is_alive() for waiter in waiters)
+    assert not is_open(one) and not is_open(other)
+
+
+def test_heaps_that_got_no_thread_are_closed_when_the_daemon_stops(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _ = side(0, settings=Settings(timeout_s=600.0)).announce(), side(1).announce()
+    monkeypatch.setattr(shutdown, "in_background", no_thread)
+    left(one)
+    one.daemon.close()
+    until(lambda: not is_open(one), within_s=20.0)
 
 
 def test_the_daemon_goes_on_while_memory_waits_for_its_device(side: Make, monkeypatch: pytest.MonkeyPatch) -> None:

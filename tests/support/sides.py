@@ -59,8 +59,7 @@ class Side:
         """Shut down as `Member.shut_down` does; returns what waits for the heap's end."""
         self.protocol.leave(note)
         release = HeapRelease(self.service, self.meet, functools.partial(self.daemon.dismiss, self.service))
-        self.daemon.releases.add(release)
-        return release.wait
+        return self.daemon.releases.add(release)
 
     def close(self) -> None:
         self.daemon.close()
