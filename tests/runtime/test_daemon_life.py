@@ -96,6 +96,7 @@ def test_a_daemon_that_cannot_listen_keeps_nothing(monkeypatch: pytest.MonkeyPat
     uncaught = list[object]()
     monkeypatch.setattr(threading, "excepthook", uncaught.append)
     monkeypatch.setattr(sys.modules[Daemon.__module__], "serve_requests", refuse)
+    stop_daemon()  # that of an earlier test
     gc.collect()
     before, threads = descriptors(), threading.active_count()
     with pytest.raises(UnsupportedError, match=r"rank 4 cannot start its server daemon \(.*not permitted\); look at"):
