@@ -321,8 +321,6 @@ class OdcTrainer(RecoveringTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if self._kept_instead:
-            return
         model = model or self.model
         if hasattr(model, "peft_config") and not isinstance(model, PreTrainedModel):
             set_model_state_dict(model, adapter_weights(model, resume_from_checkpoint), options=_PART)
@@ -341,7 +339,7 @@ class OdcTrainer(RecoveringTrainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self._kept_instead or not (Path(checkpoint) / "optimizer.pt").is_file():
+        if checkpoint is None or not (Path(checkpoint) / "optimizer.pt").is_file():
             return  # the last: of save_only_model
         state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True) if reads(self._reading) else {}
         load_optimizer(self.model, self.optimizer.optimizer, state, self._reading)

@@ -26,7 +26,10 @@ except ImportError as error:
     raise ImportError(f"OdcTrainer needs transformers and accelerate: {install('transformers')}") from error
 
 #: What the loop is made of, since transformers 5.
-_LOOP = ("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_finalize_training")
+_LOOP = (
+    *("_inner_training_loop", "_init_training_state", "_prepare_for_training", "_load_rng_state"),
+    "_finalize_training",
+)
 _KEPT = "the last kept step"  # in place of a checkpoint's folder; there is no file in it
 #: Attributes of a Trainer that a step changes, also of TRL's.
 _CHANGED = (
@@ -68,6 +71,7 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         self.kept: dict[str, Any] | None = None  # to be put back as soon as the loop has come there
         self.over = False  # the last step is done
         self.first: int | None = None  # the step that the job begins at
+        self.random: dict[str, Any] | None = None  # those of the checkpoint that the job begins at
         self.began = 0  # the epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,12 +82,14 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
             "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
             "scheduler": trainer.lr_scheduler.state_dict(),
             "over": self.over,
+            "first": self.first,
             "began": self.began,
+            "checkpoint": self.random,
             "random": random_states(),
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self.kept, self.began = kept, kept["began"]
+        self.kept, self.first, self.began, self.random = kept, kept["first"], kept["began"], kept["checkpoint"]
 
     def on_step_begin(self, *unused: Any, **given: Any) -> None:
         """The state after the step before: keep it; or put it back, if the loop has just been entered again."""
@@ -104,11 +110,6 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         self.over = kept["over"]
         set_random_states(kept["random"])
 
-    @property
-    def resumes(self) -> bool:
-        """Whether the loop is entered again elsewhere than at its beginning."""
-        return self.first is not None and self.recovery.step > self.first
-
     def resumed(self, steps_per_epoch: int, epochs: int) -> tuple[int, int]:
         """Put the Trainer's state back; epochs that are done, and batches of the next one."""
         assert self.kept is not None
@@ -118,31 +119,48 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         done, steps = divmod(self.trainer.state.global_step, steps_per_epoch)
         return done, steps * self.trainer.args.gradient_accumulation_steps
 
-    def prepared(self) -> None:
-        """Model, optimizer and schedule are there, and the Trainer's state: protect them, at first."""
+    def prepared(self, checkpoint: str | None) -> None:
+        """Model, optimizer and schedule are there, and the Trainer's state: protect them, at first.
+
+        `checkpoint` is the one that they are from, if any.
+        """
         trainer = self.trainer
         if self.first is None:
             self.first, self.began = trainer.state.global_step, int(trainer.state.epoch or 0)
+            self.random = None if checkpoint is None else self._random_of(checkpoint)
             optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
             reference = getattr(trainer, "ref_model", None)  # of TRL's: sharded, too
             models = [one for one in (trainer.model, reference) if isinstance(one, nn.Module)]
             self.recovery.protect(models, optimizer, first=self.first, loop=self)
-            if self.resumes:
+            if self.kept is not None:
                 raise _GoOn
         if self.kept is not None:
             trainer.lr_scheduler.load_state_dict(self.kept["scheduler"])
-            if not self.resumes:
+            if self.recovery.step == self.first:
                 self.put_back()
         # A new process has been loading for seconds. If it ends in them, a rank in a collective might not notice.
         self.recovery.wait_for_all("loop")
 
-    @property
-    def loads(self) -> bool:
-        """Whether weights and moments come from what was kept, or have come; a checkpoint's loading is a collective."""
-        return self.recovery.goes_on and (self.first is None or self.kept is not None)
+    def load_random_states(self) -> None:
+        """Those of the checkpoint that the job begins at, if the loop goes on from there.
+
+        Those of a later step are put back where it begins.
+        """
+        if self.kept is None and self.random is not None:
+            set_random_states(self.random)
+
+    def _random_of(self, checkpoint: str) -> dict[str, Any] | None:
+        """The states of random generators that the loop loads from a checkpoint; None if it has none for this rank."""
+        before = random_states()
+        self.trainer._load_rng_state(checkpoint)
+        found = random_states()
+        set_random_states(before)
+        return None if torch.equal(found["torch"], before["torch"]) else found
 
     def _callbacks(self) -> list[Any]:
-        return [one for one in self.trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+        """Those with a state, by class: a Trainer that reads them from a checkpoint has them in another order."""
+        found = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+        return sorted(found, key=lambda one: type(one).__name__)
 
 
 @contextlib.contextmanager
@@ -164,15 +182,16 @@ class RecoveringTrainer(Trainer):  # type: ignore[misc]
 
     _loop: TrainerLoop | None = None
 
-    @property
-    def _kept_instead(self) -> bool:
-        """Whether what a checkpoint has comes from what was kept."""
-        return self._loop is not None and self._loop.loads
-
     def recover_by(self, recovery: Recovery) -> None:
         """Once, when the Trainer is made."""
         self._loop = TrainerLoop(self, recovery)
         self.add_callback(self._loop)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """As the Trainer's; a process that takes another's place goes on from what was kept, whatever is given."""
+        if self._loop is not None and self._loop.recovery.goes_on:
+            resume_from_checkpoint = None
+        return super().train(resume_from_checkpoint, *args, **options)
 
     def _inner_training_loop(self, *args: Any, **options: Any) -> Any:
         loop, again = self._loop, dict(options)
@@ -188,7 +207,7 @@ class RecoveringTrainer(Trainer):  # type: ignore[misc]
                 pass
             if again.get("resume_from_checkpoint") not in (None, _KEPT) and not loop.recovery.goes_on:
                 raise OdcError("a rank has ended before it kept what the checkpoint holds, which all load together")
-            again = options | ({"resume_from_checkpoint": _KEPT} if loop.resumes else {})
+            again = options | {"resume_from_checkpoint": _KEPT}
             self._created_lr_scheduler = False  # the loop would make another one
 
     def _get_train_sampler(self, *given: Any) -> Any:
@@ -209,10 +228,17 @@ class RecoveringTrainer(Trainer):  # type: ignore[misc]
         super()._init_training_state(max_steps, steps_per_epoch, epochs, None, trial)
         return self._loop.resumed(steps_per_epoch, epochs)
 
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._loop is None or checkpoint != _KEPT:
+            super()._load_rng_state(checkpoint)
+        else:
+            self._loop.load_random_states()
+
     def _prepare_for_training(self, max_steps: int, loader: Any, checkpoint: str | None) -> Any:
-        prepared = super()._prepare_for_training(max_steps, loader, None if checkpoint == _KEPT else checkpoint)
+        checkpoint = None if checkpoint == _KEPT else checkpoint
+        prepared = super()._prepare_for_training(max_steps, loader, checkpoint)
         if self._loop is not None:
-            self._loop.prepared()
+            self._loop.prepared(checkpoint)
         return prepared
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:

@@ -58,6 +58,19 @@ def test_a_trainer_that_began_at_a_checkpoint_goes_on(undisturbed: tuple[Path, A
     survived(tmp_path, deaths, found, run(tmp_path / "undisturbed", resume=checkpoint))
 
 
+@pytest.mark.parametrize(
+    ("every", "death"),
+    [(1, Death(0, 3, "half saved")), (4, Death(1, 3, "step"))],
+    ids=["it is half written", "what was kept is older"],
+)
+def test_a_replacement_reads_no_checkpoint(
+    every: int, death: Death, undisturbed: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Its program begins at the last one that it finds, as that of a job whose launcher starts all of it again."""
+    survived(tmp_path, [death], run(tmp_path, [death], resume="last", every=every), undisturbed[1])
+    assert (tmp_path / "output" / "checkpoint-3" / "trainer_state.json").exists()
+
+
 def test_unequal_microbatches_are_planned_as_before(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 4}
     changes["train_sampling_strategy"] = "group_by_length"

@@ -116,13 +116,17 @@ def train(
     made: Callable[[Path, dict[str, Any], dict[str, Any]], Any] = stock,
     changes: dict[str, Any] | None = None,
     resume: str | None = None,
+    every: int = 1,
     **options: Any,
 ) -> dict[str, Any]:
-    """The program of a rank; returns what must be equal after any deaths."""
-    from transformers import TrainerCallback
+    """The program of a rank; returns what must be equal after any deaths. With `resume` "last" each process begins at
+    the last checkpoint that it finds.
+    """
+    from transformers import TrainerCallback, TrainerState
+    from transformers.trainer_utils import get_last_checkpoint
 
     warnings.simplefilter("ignore")
-    recovery = odc.Recovery(rejoin_s=120)
+    recovery = odc.Recovery(rejoin_s=120, every=every)
     fate = Fate(int(os.environ["RANK"]), deaths, Path(folder))
     fate.step = 0
     forwards = [0]
@@ -158,6 +162,8 @@ def train(
     trainer.model.register_forward_pre_hook(forward)
     fate.watch(Generations, "finish", "finish")
     fate.watch(odc.Recovery, "protect", "building")
+    fate.watch(TrainerState, "save_to_json", "half saved")
+    resume = get_last_checkpoint(output) if resume == "last" else resume
     loss = trainer.train(resume_from_checkpoint=resume).training_loss
     times = ("runtime", "per_second", "step_time")
     history = [
