@@ -47,6 +47,7 @@ from odc.integrations.transformers_checkpoints import (
     load_weights,
     reads,
     saved_weights,
+    without_stock_loading,
 )
 from odc.integrations.transformers_loss import RouterLoss, ScaledLoss, refuse_unplanned, wants_router_loss
 from odc.integrations.transformers_pieces import arguments_of, refuse_documents, refuse_unsplittable, row_of
@@ -339,8 +340,9 @@ class OdcTrainer(RecoveringTrainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (Path(checkpoint) / "optimizer.pt").is_file():
-            return  # the last: of save_only_model
-        state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True) if reads(self._reading) else {}
-        load_optimizer(self.model, self.optimizer.optimizer, state, self._reading)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+        if checkpoint is not None and (Path(checkpoint) / "optimizer.pt").is_file():  # not of save_only_model
+            state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True) if reads(self._reading) else {}
+            load_optimizer(self.model, self.optimizer.optimizer, state, self._reading)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+        with without_stock_loading():
+            super()._load_optimizer_and_scheduler(checkpoint)  # TRL's load what else they have

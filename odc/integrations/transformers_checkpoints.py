@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from odc.errors import ConfigError
 
@@ -129,6 +131,17 @@ def _named(state: dict[str, Any], model: Any, optimizer: Any) -> dict[str, Any]:
         "state": {name_of[number]: moments for number, moments in state["state"].items()},
         "param_groups": [group | {"params": mine} for group, mine in zip(groups, own, strict=True)],
     }
+
+
+@contextlib.contextmanager
+def without_stock_loading() -> Iterator[None]:
+    """Inside, a Trainer loads neither optimizer nor schedule, but one of another library what else it has saved."""
+    stock = Trainer._load_optimizer_and_scheduler
+    Trainer._load_optimizer_and_scheduler = lambda *unused: None
+    try:
+        yield
+    finally:
+        Trainer._load_optimizer_and_scheduler = stock
 
 
 def adapter_weights(model: Any, checkpoint: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ _CHANGED = (
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"),
     *("_initial_num_input_tokens_seen", "current_flos", "_metrics", "_total_train_tokens"),
     *("_step", "_buffered_inputs", "_current_train_step_time", "_pending_metrics"),  # of those that generate
+    *("entropy_coef", "_last_world_entropy", "_entropy_window_stats"),  # of GRPO's
 )
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def made(ours: bool, folder: Path, net: Any, **changes: Any) -> Any:
+def made(ours: bool, folder: Path, net: Any, kind: Any = None, **changes: Any) -> Any:
     from transformers import Trainer
 
     from odc.integrations.transformers import OdcTrainer
@@ -29,7 +29,7 @@ def made(ours: bool, folder: Path, net: Any, **changes: Any) -> Any:
         changes["ddp_find_unused_parameters"] = True
     args = arguments(folder, save_strategy="steps", save_steps=1, **changes)
     data = {"train_dataset": samples(), "eval_dataset": samples()[:8], "data_collator": padded}
-    return (OdcTrainer if ours else Trainer)(model=net, args=args, **data)
+    return (kind or (OdcTrainer if ours else Trainer))(model=net, args=args, **data)
 
 
 def late() -> Any:
@@ -106,6 +106,36 @@ def test_modules_that_were_added_or_replaced_are_resumed_and_loaded_as_the_best(
     ours = ranks(2).run(runs_of_changed, True, tmp_path / "odc", timeout=500)[0]
     for found, stock in zip(ours, theirs, strict=True):
         assert max(differences(found, stock)) < 1e-4, (found, stock)
+
+
+def runs_with_more(rank: int, world: int, folder: Path) -> tuple[list[Logged], list[str | None]]:
+    """Logged steps of a run and of the one resumed after its first step; the checkpoints of which a Trainer of another
+    library has read what it has besides, as TRL's GRPOTrainer does.
+    """
+    as_torchrun(rank, world)
+    from transformers import Trainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class Besides(Trainer):  # type: ignore[misc]
+        def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            read.append(checkpoint)
+
+    class OdcBesides(OdcTrainer, Besides): ...
+
+    runs, read = [], list[str | None]()
+    for checkpoint in (None, str(folder / "checkpoint-1")):
+        trainer = made(True, folder, model(), OdcBesides)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(logged(trainer))
+    return runs, read
+
+
+def test_a_trainer_of_another_library_reads_what_it_has_saved_besides(ranks, tmp_path) -> None:
+    for (whole, resumed), read in ranks(2).run(runs_with_more, tmp_path, timeout=500):
+        assert max(differences(resumed, whole)) < 1e-4, (resumed, whole)
+        assert read == [str(tmp_path / "checkpoint-1")]
 
 
 def grown(rank: int, world: int, folder: Path) -> str:

@@ -87,7 +87,7 @@ def preferring(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -
 
 
 def growing(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -> Any:
-    """TRL's GRPOTrainer with the mixin: two optimizer steps on what it generates, two epochs."""
+    """TRL's GRPOTrainer with the mixin: two optimizer steps on what it generates, two epochs; it adapts its entropy."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -104,6 +104,7 @@ def growing(folder: Path, changes: dict[str, Any], options: dict[str, Any]) -> A
     given: dict[str, Any] = {"train_dataset": Dataset.from_list([{"prompt": f"{i}: " * (i % 3 + 1)} for i in range(8)])}
     given["processing_class"] = AutoTokenizer.from_pretrained(folder / f"tokenizer{rank}")
     changes = changes | {"num_generations": 2, "max_completion_length": 8, "num_iterations": 2, "eval_strategy": "no"}
+    changes |= {"use_adaptive_entropy": True, "entropy_target": 100.0, "entropy_coef_delta": 0.1}
     args = arguments(folder, GRPOConfig, bf16=False, **changes)
     net = dropping(ByteTokenizer.vocab_size)
     return OdcGRPOTrainer(net, args, reward_funcs=reward, settings=SETTINGS, **given, **options)
