@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc.errors import ConfigError, PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.errors import ConfigError, PeerLostError, UnsupportedError, WaitTimeoutError, culprit_of
 from odc.fsdp.rejoin import enter_generation, leave_generation, refuse_groups
 from odc.memory.device_links import device_uuid
 from odc.ranks.worker import report_progress
@@ -239,19 +239,18 @@ class Recovery:
         If a rank is lost in it, all go back to the last step that all have kept, `step`, from where the loop has to go
         on. Errors as of `attempt`, which is this for one step.
         """
-        lost: tuple[str, int | None] | None = None
+        lost: tuple[str, int] | None = None
         try:
             yield
         except GenerationOver:
-            lost = "a rank has ended, or joins", None
+            lost = "a rank has ended, or joins", self.rank
         except Exception as error:
             if not is_loss(error, self._generations, self._group):
                 raise
-            lost = f"{type(error).__name__}: {error}", getattr(error, "culprit", None)
+            lost = f"{type(error).__name__}: {error}", culprit_of(error, self.rank)
             forget_frames(error)
         if lost is not None:
-            reason, culprit = lost
-            self._recover(reason, self.rank if culprit is None else culprit)
+            self._recover(*lost)
 
     def close(self) -> None:
         """Let go of all kept states. The process group stays."""
@@ -375,6 +374,7 @@ class Recovery:
                 if self._buddies is not None:
                     self._buddies.open(agreed)
                 self._held.hold_others(self._generations.ready("ready", Held(self._held.own.fds)))
+                self.wait_for_all("held")  # only then may a rank go on, and end: all of its host have its slots
                 if self._buddies is not None and (agreed is None or agreed.layout == self._held.own_share.layout):
                     self._buddies.begin(agreed)
                 self._held.start_keeper()
