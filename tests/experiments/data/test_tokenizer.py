@@ -122,7 +122,7 @@ def test_chat_trains_the_answers_only():
 
 @pytest.mark.parametrize(
     ("prompt", "completion"),
-    [("ask", "AB"), ("def f(x):\n", "    return"), ("A: ", "return"), ("x\n", "\n x"), ("", "x"), ("e", "\u0301 x")],
+    [("ask", "AB"), ("def f(x):\n", "    return"), ("A: ", "return"), ("x\n", "\n x"), ("", "x"), ("☕", "é")],
 )
 def test_bytes_before_and_after_the_begin_of_a_completion_keep_their_tokens(
     tokenizer: Tokenizer, prompt: str, completion: str
