@@ -1,7 +1,8 @@
 """Ranks from a launcher's variables: srun, mpirun, Kubernetes, SkyPilot, dstack, and torchrun, which always wins.
 
 `find` reads a mapping and nothing else; `export` sets torchrun's variables in this process, so that torch's `env://`
-rendezvous and everything else that reads them works under any of these launchers (docs/clusters.md).
+rendezvous and everything else that reads them works under any of these launchers (docs/clusters.md). `parent_of` leads
+from a rank to the process that has started it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from odc.errors import ConfigError
 
@@ -21,6 +23,12 @@ _PORT = 29500  # where the launcher gives each job a network of its own
 _FIRST_PORT, _PORTS = 20000, 10000  # below those that Linux hands out by itself
 _LOOPBACK = "127.0.0.1"
 _NODES = r"(?:[^,\[\]\s]|\[[\d,-]+\])+"
+
+
+def parent_of(pid: int, proc: Path = Path("/proc")) -> int:
+    """The process that has started another; OSError where that one has ended, or is of another container."""
+    stat = (proc / str(pid) / "stat").read_bytes()
+    return int(stat.rpartition(b")")[2].split()[1])  # behind the name, which may hold anything, and the state
 
 
 @dataclass(frozen=True)

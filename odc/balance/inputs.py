@@ -1,4 +1,4 @@
-"""The input of a policy: checked in one place for all policies, and lengths and data sets read from files."""
+"""The input of a policy: checked in one place for all policies, and lengths read from files."""
 
 from __future__ import annotations
 

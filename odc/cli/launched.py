@@ -66,8 +66,7 @@ def _words_above(arguments: Sequence[str], pid: int, proc: Path) -> tuple[str, .
             words = (proc / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
             if arguments and words[-len(arguments) :] == [*arguments]:
                 found = tuple(words[: -len(arguments)])
-            stat = (proc / str(pid) / "stat").read_text()
-            pid = int(stat.rpartition(")")[2].split()[1])  # behind the name, which may hold anything, and the state
+            pid = launchers.parent_of(pid, proc)
     except OSError:  # of another container, or gone
         pass
     program = Path(found[1]).name if len(found) > 1 else ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
+
+from odc.launchers import parent_of
 
 if TYPE_CHECKING:
     from odc.runtime.daemon import RankStatus
@@ -68,10 +69,9 @@ def _asked(job: int | None) -> list[RankStatus]:
 def started_by(pid: int) -> int | None:
     """The process that started `pid` (torchrun, or what `odc train` forks ranks from): the ranks of a job share it."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return parent_of(pid)
     except OSError:
         return None
-    return int(stat.rpartition(")")[2].split()[1])  # behind the name, which may hold anything, and the state
 
 
 def _shown(answers: list[RankStatus], job: int | None) -> Any:

@@ -37,18 +37,20 @@ def start(fds: list[int], ranks: list[int], patience_s: float) -> subprocess.Pop
 
 def find_launcher() -> int:
     """The nearest process above this one that was not given torchrun's variables: a script may stand between them."""
+    from odc.launchers import parent_of  # in a rank; the keeper itself has no odc to import
+
     found = os.getppid()
     try:
-        while found > 1 and any(one.startswith(_GIVEN) for one in _file(found, "environ").split(b"\0")):
-            found = int(_file(found, "stat").rpartition(b")")[2].split()[1])
+        while found > 1 and _was_given_variables(found):
+            found = parent_of(found)
     except OSError:  # it has ended, or is another user's
         pass
     return found
 
 
-def _file(pid: int, name: str) -> bytes:
-    with open(f"/proc/{pid}/{name}", "rb") as file:
-        return file.read()
+def _was_given_variables(pid: int) -> bool:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return any(one.startswith(_GIVEN) for one in file.read().split(b"\0"))
 
 
 def keep(patience_s: float, launcher: int, ranks: list[int]) -> None:

@@ -38,6 +38,16 @@ def at_last(model: Any, count: int, mark: Callable[[bool], None], run: Callable[
         run(i)
 
 
+def run_all(make: Make, models: list[Any], counts: tuple[int, ...], rank: int, run: Callable[[int], object]) -> None:
+    """A minibatch with unequal counts, whose gradients are of the first model; the reference pads, as FSDP2 must."""
+    if make is fully_shard:
+        with odc.minibatch(*models):
+            for i in range(counts[rank]):
+                run(i)
+    else:
+        at_last(models[0], max(counts), models[0].set_requires_gradient_sync, run)
+
+
 # marks inside minibatch() ----------------------------------------------------------------------------------------
 
 
@@ -198,12 +208,7 @@ def distilled(make: Make, rank: int, world: int, together: bool) -> Result:
             weight = world / sum(counts) if i < counts[rank] else 0.0
             (F.cross_entropy(student(x).flatten(0, 1), wanted.flatten(0, 1)) * weight).backward()
 
-        if make is fully_shard:
-            with odc.minibatch(*([student, teacher] if together else [student])):
-                for i in range(counts[rank]):
-                    microbatch(i)
-        else:
-            at_last(student, max(counts), student.set_requires_gradient_sync, microbatch)
+        run_all(make, [student, teacher] if together else [student], counts, rank, microbatch)
         optimizer.step()
         optimizer.zero_grad()
     assert all(p.grad is None for p in teacher.parameters()), "the teacher has gradients"
@@ -234,12 +239,7 @@ def a_frozen_judge_through_which_gradients_flow(make: Make, rank: int, world: in
             verdict = judge(student(tokens(rank, step, i))).square().sum()
             (verdict * (0.1 if i < counts[rank] else 0.0)).backward()
 
-        if make is fully_shard:
-            with student.minibatch():
-                for i in range(counts[rank]):
-                    microbatch(i)
-        else:
-            at_last(student, max(counts), student.set_requires_gradient_sync, microbatch)
+        run_all(make, [student], counts, rank, microbatch)
         optimizer.step()
         optimizer.zero_grad()
     return dict(own_parameters(student))
