@@ -20,9 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import fully_shard
+from odc.errors import OdcError
 from odc.fsdp import live_roots
-from odc.memory import device_links
+from odc.memory import device_links, driver_memory
 from odc.memory.cuda_lanes import CudaLanes
+from odc.memory.driver_memory import AtAddress
 from odc.net.requests import ask
 from odc.runtime import daemon
 
@@ -152,6 +154,37 @@ def test_the_daemon_goes_on_while_the_memory_of_a_deleted_model_waits_for_the_de
         for root in live_roots():
             root.shut_down()()
     assert asked and "odc-server" not in asked, asked
+
+
+def mappings() -> int:
+    """Device memory that this process has mapped for heaps."""
+    return sum(isinstance(one, AtAddress) for one in gc.get_objects())
+
+
+@on_ranks(2)
+def test_a_model_that_has_left_keeps_no_memory_mapped(rank: int, world: int) -> None:
+    """Neither its rank's nor that of peers to which it has pushed; a thread of odc's own unmaps it."""
+    gc.collect()  # what other tests have left
+    device, before, unmapped = own_device(rank), mappings(), list[str]()
+    model: Any = fully_shard(nn.Linear(64, 64).to(device), mesh=init_device_mesh("cuda", (world,)))
+    with model.minibatch():
+        model(torch.ones(2, 64, device=device)).sum().backward()
+    assert mappings() == before + world
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        unmap = driver_memory.call
+
+        def noted(function: str, *args: object) -> Any:
+            unmapped.extend([threading.current_thread().name] if function == "cuMemUnmap" else [])
+            return unmap(function, *args)
+
+        patch.setattr(driver_memory, "call", noted)
+        for wait in [root.shut_down() for root in live_roots()]:
+            wait()
+    assert mappings() == before
+    assert unmapped == ["odc-close"] * world
+    with pytest.raises(OdcError, match="this model has left the job"):
+        model(torch.ones(2, 64, device=device))
 
 
 def flushes(rank: int, world: int) -> bool:
