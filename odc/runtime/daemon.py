@@ -140,16 +140,17 @@ class Daemon:
 
         self._reactor.call(register)
 
-    def network(self, store: Any, settings: Settings) -> HostNetwork:
-        """The network of this process, for a job over several hosts; made on first use.
+    def network(self, store: Any, settings: Settings, over_hosts: bool = True) -> HostNetwork:
+        """The network of this process, for a root over several hosts or, without `over_hosts`, one that readers on
+        other hosts read; made on first use. The former follows the first settings that a model was given.
 
         Raises UnsupportedError if a root uses it with another address or secret file than `settings` ask for.
         """
         with self._making:
-            network = self._listening(store, settings)
+            first = self._shared if over_hosts and self._shared is not None else settings
+            network = self._listening(store, first)
             before = network.address
-            if self._shared is not None:
-                network.open(self._shared)
+            network.open(first)
             network.open(settings)
             if self._host_watch is not None and network.address != before:
                 self._host_watch.connect()
@@ -174,12 +175,11 @@ class Daemon:
     def listening(self, store: Any, settings: Settings) -> HostNetwork:
         """The network of this process, which roots may open later, perhaps with other settings. Raises as `network`."""
         with self._making:
-            return self._listening(store, settings)
+            return self._listening(store, self._shared or settings)
 
     def _listening(self, store: Any, settings: Settings) -> HostNetwork:
         if self._network is None:
-            chosen = self._shared or settings
-            self._network = HostNetwork(self._reactor, store, self.rank, chosen, self.liveness.refuse)
+            self._network = HostNetwork(self._reactor, store, self.rank, settings, self.liveness.refuse)
         return self._network
 
     def notify(self) -> None:

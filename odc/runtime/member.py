@@ -164,7 +164,7 @@ class Member(Endpoint):
         identity, grid, rendezvous = self.identity, layout.grid, self.rendezvous
         self._daemon = server = daemon(grid.rank)
         listens = bool(grid.remote) or (settings.address != "" and layout.exports)
-        self.network = network = server.network(store, settings) if listens else None
+        self.network = network = server.network(store, settings, bool(grid.remote)) if listens else None
 
         def notify(member: int) -> None:
             server.notify() if member == grid.me else rendezvous.notify(member)

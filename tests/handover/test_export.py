@@ -25,6 +25,7 @@ from odc import Settings, fully_shard
 from odc.errors import PeerLostError, UnsupportedError
 from odc.fsdp import root_of
 from odc.handover import Reader, weight_handle
+from odc.handover.handle import WeightHandle
 from odc.net import JobStore
 
 Pools = Callable[[int], RankPool]
@@ -173,5 +174,22 @@ def ask_for_a_handle_once_the_job_has_ended(rank: int, world: int) -> None:
 def test_the_end_of_the_job_ends_a_wait_for_the_address_of_a_rank() -> None:
     """As where the host of the store is cut off: this rank knows that before any call of the store ends."""
     with spawn_ranks(1, ask_for_a_handle_once_the_job_has_ended) as ranks:
+        (outcome,) = ranks.wait()
+    assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()
+
+
+def publishes_after_a_model_that_nothing_reads(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    build(fully_shard, Case(counts=((1,),)), mesh, settings=Settings(prefetch=2)).publish()
+    settings = Settings(address="127.0.0.1", engine="sockets")
+    model = build(fully_shard, Case(counts=((1,),)), mesh, settings=settings)
+    model.publish()
+    (owner,) = WeightHandle.from_json(weight_handle(model)).owners
+    assert owner.listener is not None and owner.listener[0] == "127.0.0.1"
+
+
+def test_a_second_model_may_be_the_first_that_other_hosts_read() -> None:
+    """As a policy made after its judge, whose settings named no place to listen at."""
+    with spawn_ranks(1, publishes_after_a_model_that_nothing_reads) as ranks:
         (outcome,) = ranks.wait()
     assert outcome.exit_code == 0 and outcome.error is None, outcome.describe()

@@ -69,3 +69,10 @@ def test_the_model_that_is_run_first_does_not_choose_for_the_others(
 def test_without_settings_of_a_model_the_network_follows_what_opens_it(two: list[Daemon], hosted: Any) -> None:
     two[0].watch_hosts(hosted, None, 2)
     assert two[0].network(hosted, FIRST).lost_after_s == 45.0
+
+
+def test_a_model_that_other_hosts_read_may_be_the_first_to_listen(two: list[Daemon], hosted: Any) -> None:
+    """As a policy after a judge whose ranks are on one host: that one's settings named no place to listen at."""
+    two[0].watch_hosts(hosted, Settings(), 1)
+    network = two[0].network(hosted, Settings(address="127.0.0.1", engine="sockets"), over_hosts=False)
+    assert network.address[0] == "127.0.0.1"
