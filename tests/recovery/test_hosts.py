@@ -23,6 +23,7 @@ TWO_BY_TWO = {
     "after the last": [Death(1, 7, "keep"), Death(2, 7, "ready")],
     "one of each host": [Death(0, 2, "backward"), Death(3, 2, "backward"), Death(1, 5, "begin"), Death(2, 5, "begin")],
     "another recovery": [Death(1, 1, "backward"), Death(2, 1, "restore"), Death(3, 1, "ready"), Death(0, 4, "clip")],
+    "slots held late": [Death(1, 1, "backward"), Death(1, -1, "returned", "late"), Death(0, 1, "restore")],
 }
 THREE_BY_ONE = {
     "minibatch": [Death(1, 1, "backward"), Death(0, 4, "finish"), Death(2, 6, "clip")],

@@ -27,6 +27,7 @@ from odc.fsdp.minibatch import before_done
 from odc.memory import driver_memory
 from odc.recovery import process_group
 from odc.recovery.generations import Generations
+from odc.recovery.holdings import Holdings
 from odc.recovery.slots import StateSlot
 from odc.recovery.state import TrainingState, random_states
 from odc.trace import recorder
@@ -40,12 +41,13 @@ HOW: dict[str, Callable[[], object]] = {
     "exit": lambda: os._exit(3),
     "raise": lambda: (_ for _ in ()).throw(ValueError("the tokenizer ran out of words")),
     "hang": lambda: time.sleep(3600.0),
+    "late": lambda: time.sleep(3.0),
     "raise as torch": lambda: (_ for _ in ()).throw(RuntimeError("shapes cannot be multiplied")),
 }
 
 
 class Death(NamedTuple):
-    """Rank `rank` ends once, at `point` of step `step` (counted from 0), as `how` says."""
+    """Rank `rank` ends once, at `point` of step `step` (from 0), as `how` says; "late", it goes on, but later."""
 
     rank: int
     step: int
@@ -157,6 +159,8 @@ def train(
     fate.watch(Generations, "enter", "met", after=True)
     fate.watch(Generations, "ready", "ready")
     fate.watch(process_group, "announce_rank", "connect", after=True)
+    if any(Path(folder).glob(f"{rank}.*")):
+        fate.watch(Holdings, "hold_others", "returned")
     if work.device == "cuda":
         own_device(rank)
         fate.watch(driver_memory, "map_shared", "map")
