@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from odc.balance.cost import Cost, linear_cost
-from odc.balance.inputs import Inputs, read_caps, read_inputs
+from odc.balance.inputs import MOST_TOKENS, Inputs, read_caps, read_inputs
 from odc.balance.packing import STEPS
 from odc.balance.plan import Plan
 from odc.balance.planners import few_and_even, lb_mini
@@ -76,16 +76,15 @@ def lb_split(
 
     Raises PlanError for bad input, and for a sample whose pieces are above the cap on the most ranks it may take.
     """
-    longest = max((int(length) for length in lengths), default=0)
     caps = read_caps(max_tokens, ranks)
-    uncapped = [max(cap, longest) for cap in caps]  # of every length `Inputs` checks; caps are kept below
+    uncapped = [MOST_TOKENS] * len(caps)  # a longer sample is split; caps are kept below
     inputs = read_inputs(lengths, ranks, uncapped, cost, seed, speeds, groups)
     if (node is not None and node < 1) or floor < 1 or not wait >= 0:
         raise PlanError(f"lb_split needs node >= 1, floor >= 1 and wait >= 0; got {node!r}, {floor!r}, {wait!r}")
-    _refuse_shared(inputs, max(caps, default=0))
+    _refuse_shared(inputs, max(caps))
     search = _Search(inputs, caps, cost, node or ranks, floor, wait, one_slice)
     whole = None
-    if longest <= max(caps, default=0):
+    if max(inputs.lengths) <= max(caps):
         whole = lb_mini(lengths, ranks, max_tokens, cost, seed, speeds=speeds, groups=groups)
         if whole.longest <= search.mean * _ENOUGH:
             return whole
