@@ -106,12 +106,10 @@ def read_inputs(
 ) -> Inputs:
     """Check the arguments of a policy, which `odc.balance.lb_mini` lists.
 
-    Raises PlanError for no samples or ranks, lengths, caps or a seed that are no integers, a length below 1, a sample
-    over the cap, caps, speeds or groups of the wrong number, a speed that is not above 0, a cost that is not finite
-    and >= 0.
+    Raises PlanError for no samples or ranks, lengths, ranks, caps or a seed that are no integers, a length below 1, a
+    sample over the cap, caps, speeds or groups of the wrong number, a speed that is not above 0, a cost that is not
+    finite and >= 0.
     """
-    if ranks < 1:
-        raise PlanError(f"a plan needs at least one rank, got ranks={ranks!r}")
     if not hasattr(seed, "__index__"):
         raise PlanError(f"seed must be an integer, got {seed!r}")
     caps = read_caps(max_tokens, ranks)
@@ -138,7 +136,9 @@ def read_inputs(
 
 
 def read_caps(max_tokens: Any, ranks: int) -> list[int]:
-    """The cap of each rank, given one for all or one for each; PlanError for what is no integer."""
+    """The cap of each rank, given one for all or one for each; PlanError for ranks or caps that are no integers."""
+    if not hasattr(ranks, "__index__") or ranks < 1:
+        raise PlanError(f"a plan needs a whole number of ranks, at least 1; got ranks={ranks!r}")
     try:
         listed = max_tokens if np.ndim(max_tokens) else [max_tokens] * ranks
         return [min(operator.index(cap), MOST_TOKENS) for cap in listed]
@@ -149,7 +149,10 @@ def read_caps(max_tokens: Any, ranks: int) -> list[int]:
 
 
 def _checked_lengths(lengths: Sequence[int], caps: list[int]) -> Ints:
-    known = np.asarray(lengths)
+    try:
+        known = np.asarray(lengths)
+    except ValueError as error:  # such as token lists of unequal lengths
+        raise PlanError(f"lengths must be one list of integers: {error}") from error
     if not known.size:
         raise PlanError("there are no samples to plan: lengths is empty")
     if known.ndim == 1 and known.dtype.kind != "i":  # numpy makes uint64, floats or objects of integers beyond int64

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from odc.balance.cost import Cost, linear_cost
-from odc.balance.inputs import Inputs, read_caps, read_inputs
+from odc.balance.inputs import MOST_TOKENS, Inputs, read_caps, read_inputs
 from odc.balance.packing import STEPS
 from odc.balance.plan import Plan
 from odc.balance.planners import few_and_even, lb_mini
@@ -76,16 +76,15 @@ def lb_split(
 
     Raises PlanError for bad input, and for a sample whose pieces are above the cap on the most ranks it may take.
     """
-    longest = max((int(length) for length in lengths), default=0)
     caps = read_caps(max_tokens, ranks)
-    uncapped = [max(cap, longest) for cap in caps]  # of every length `Inputs` checks; caps are kept below
+    uncapped = [MOST_TOKENS] * len(caps)  # a longer sample is split; caps are kept below
     inputs = read_inputs(lengths, ranks, uncapped, cost, seed, speeds, groups)
     if (node is not None and node < 1) or floor < 1 or not wait >= 0:
         raise PlanError(f"lb_split needs node >= 1, floor >= 1 and wait >= 0; got {node!r}, {floor!r}, {wait!r}")
-    _refuse_shared(inputs, max(caps, default=0))
+    _refuse_shared(inputs, max(caps))
     search = _Search(inputs, caps, cost, node or ranks, floor, wait, one_slice)
     whole = None
-    if longest <= max(caps, default=0):
+    if max(inputs.lengths) <= max(caps):
         whole = lb_mini(lengths, ranks, max_tokens, cost, seed, speeds=speeds, groups=groups)
         if whole.longest <= search.mean * _ENOUGH:
             return whole
@@ -165,6 +164,11 @@ class _Search:
         return {size: blocks for size, blocks in found.items() if blocks}
 
     @cached_property
+    def rooms(self) -> dict[int, int]:
+        """Most tokens of a piece, by the number of pieces: those that some block's ranks all take."""
+        return {size: max(min(self.caps[rank] for rank in one) for one in self.blocks[size]) for size in self.blocks}
+
+    @cached_property
     def groups(self) -> list[tuple[float, int, int]]:
         """(cost, longest sample, index) of every group by falling cost."""
         costs, lengths = self.inputs.costs, self.inputs.lengths
@@ -182,6 +186,12 @@ class _Search:
         alone = [one for one in self.groups if len(self.inputs.groups[one[2]]) == 1]
         alone.sort(key=lambda one: one[1] <= self.cap)  # those that must be split come first
         needed = sum(length > self.cap for _, length, _ in alone)
+        for _, length, at in alone[:needed]:
+            if not self._pieces([at], 0.0):
+                raise PlanError(
+                    f"sample {self.inputs.groups[at][0]} has {length} tokens: neither whole nor in "
+                    f"{max(self.blocks, default=1)} pieces does it fit into the cap of {self.cap} tokens"
+                )
         order, rest = [at for _, _, at in alone], [cost for cost, _, _ in alone] + [0.0]
         shortest = self.floor * min(self.blocks, default=math.inf)
         able = (i for i, (_, length, _) in enumerate(alone, 1) if length > self.cap or length >= shortest)
@@ -189,8 +199,6 @@ class _Search:
         tried: set[tuple[tuple[int, int], ...]] = set()
         first = max(1, needed)
         for count, share in _tries(first, sum(cost > self.mean for cost in rest), max(able, default=0)):
-            if left <= 0 and best == float("inf") and count > first:  # nor does it fit beside more pieces
-                continue
             if rest[count] / max(self.speeds) > best * _ALIKE:  # the costliest whole sample ends too late
                 continue
             pieces = self._pieces(order[:count], share * self.mean)
@@ -199,15 +207,12 @@ class _Search:
             tried.add(pieces)
             draft = self._draft(pieces)
             left -= 1
-            if draft is not None:
-                if draft.end <= best * _PROMISING:
-                    self._trade(draft)
-                best = min(best, draft.end)
-                yield draft
-            if best <= self.mean * _ENOUGH or (left <= 0 and best < float("inf")):
+            if draft.end <= best * _PROMISING:
+                self._trade(draft)
+            best = min(best, draft.end)
+            yield draft
+            if best <= self.mean * _ENOUGH or left <= 0:
                 return
-        if best == float("inf"):
-            self._refuse()
 
     def plan(self, draft: _Draft) -> Plan:
         """The plan of a draft, whole samples packed into microbatches."""
@@ -232,7 +237,7 @@ class _Search:
             if sample not in self.fits:
                 least = 1 if length > self.cap else max(2, self.floor)
                 sizes = [size for size in self.blocks if length >= least * size]
-                self.fits[sample] = [size for size in sizes if max(self._cut(sample, size).tokens) <= self.cap]
+                self.fits[sample] = [size for size in sizes if max(self._cut(sample, size).tokens) <= self.rooms[size]]
             fits = self.fits[sample]
             if length > self.cap and not fits:
                 return ()
@@ -253,43 +258,38 @@ class _Search:
             self.cuts[key] = SplitSample(sample, [], slices, costs_of(slices, self.cost))
         return self.cuts[key]
 
-    def _draft(self, pieces: tuple[tuple[int, int], ...]) -> _Draft | None:
+    def _draft(self, pieces: tuple[tuple[int, int], ...]) -> _Draft:
         """Pieces on the blocks that are free first, then every group on the rank that ends it first."""
         loads, splits = [0.0] * self.inputs.ranks, list[tuple[SplitSample, range]]()
         free = _Free(self, loads)
         seat = {at: place for place, (_, _, at) in enumerate(self.groups)}
         for size, at in sorted(pieces, key=lambda one: (-one[0], seat[one[1]])):
             cut = self._cut(self.inputs.groups[at][0], size)
-            if (chosen := free.take(cut, size)) is None:
-                return None
+            chosen = free.take(cut, size)
             splits.append((cut, chosen))
             end = max(loads[chosen.start : chosen.stop]) + max(self._costs(cut, chosen))
             loads[chosen.start : chosen.stop] = [end] * size
         split = {at for _, at in pieces}
         draft = _Draft(splits, [[] for _ in loads], loads)
-        return draft if self._fill(draft, [one for one in self.groups if one[2] not in split]) else None
+        self._fill(draft, [one for one in self.groups if one[2] not in split])
+        return draft
 
-    def _fill(self, draft: _Draft, groups: list[tuple[float, int, int]]) -> bool:
-        """Longest first; False where a group fits on no rank."""
+    def _fill(self, draft: _Draft, groups: list[tuple[float, int, int]]) -> None:
+        """Longest first, all within the largest cap."""
         if self.inputs.alike and min(self.caps) == self.cap:
             heap = [(load, rank) for rank, load in enumerate(draft.loads)]
             heapq.heapify(heap)
-            for cost, length, at in groups:
-                if length > self.caps[0]:
-                    return False
+            for cost, _, at in groups:
                 load, rank = heap[0]
                 draft.parts[rank].append(at)
                 draft.loads[rank] = load + cost
                 heapq.heapreplace(heap, (load + cost, rank))
-            return True
+            return
         for cost, length, at in groups:
             able = [rank for rank, cap in enumerate(self.caps) if length <= cap]
-            if not able:
-                return False
             rank = min(able, key=lambda rank: draft.loads[rank] + cost / self.speeds[rank])
             draft.parts[rank].append(at)
             draft.loads[rank] += cost / self.speeds[rank]
-        return True
 
     def _trade(self, draft: _Draft) -> None:
         """Let the last rank give groups to others, or change one for one, while that makes it end earlier."""
@@ -332,17 +332,6 @@ class _Search:
             draft.parts[late].append(take)
         return True
 
-    def _refuse(self) -> None:
-        """Raise PlanError if some sample fits nowhere, neither whole nor in pieces."""
-        for _, length, at in self.groups:
-            if length > self.cap:
-                most = max(self.blocks, default=1)
-                sample = max(self.inputs.groups[at], key=self.inputs.lengths.__getitem__)
-                raise PlanError(
-                    f"sample {sample} has {length} tokens: neither whole nor in {most} pieces does it fit into the cap "
-                    f"of {self.cap} tokens"
-                )
-
 
 class _Free:
     """Finds the block that ends a split sample first, while `loads` grow."""
@@ -352,8 +341,8 @@ class _Free:
         self._alike = search.inputs.alike and min(search.caps) == max(search.caps)
         self._heaps: dict[int, list[tuple[float, int]]] = {}  # of each size: (start, block), starts perhaps too early
 
-    def take(self, cut: SplitSample, size: int) -> range | None:
-        """The block of `size` ranks for a sample; None where none may hold its pieces."""
+    def take(self, cut: SplitSample, size: int) -> range:
+        """The block of `size` ranks for a sample; some block may hold its pieces."""
         blocks = self._search.blocks[size]
         if not self._alike:
             return self._scan(cut, blocks)
@@ -368,14 +357,14 @@ class _Free:
     def _start(self, block: range) -> float:
         return max(self._loads[block.start : block.stop])
 
-    def _scan(self, cut: SplitSample, blocks: list[range]) -> range | None:
+    def _scan(self, cut: SplitSample, blocks: list[range]) -> range:
         speeds, caps, need = self._search.speeds, self._search.caps, max(cut.tokens)
         able = [block for block in blocks if min(caps[rank] for rank in block) >= need]
 
         def end(block: range) -> float:
             return self._start(block) + max(cost / speeds[rank] for cost, rank in zip(cut.costs, block, strict=True))
 
-        return min(able, key=end, default=None)
+        return min(able, key=end)
 
 
 def _tries(first: int, long: int, last: int) -> Iterator[tuple[int, float]]:

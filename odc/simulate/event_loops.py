@@ -304,7 +304,10 @@ def call(s: EventState, number: int, group: int, now: float, events: list[tuple[
 
 
 def send(s: EventState, direction: int, rank: int, now: float, k: int) -> tuple[float, float]:
-    """When one unit between a rank and its owners has arrived, and how long that takes."""
+    """When one unit between a rank and its owners has arrived, and how long that takes.
+
+    An owner's queue has no gaps for what a rank has asked for but cannot send yet: others go first there.
+    """
     step, me, use = s.step[0], s.ranks[rank], s.uses[k]
     node = rank // step.node
     fetches = direction == FETCHES
@@ -321,23 +324,23 @@ def send(s: EventState, direction: int, rank: int, now: float, k: int) -> tuple[
         me.push_free = done
     if step.skewed and fetches:
         served = max(
-            queue(s.owner_free[0], node, began, use.near_fetch_seconds),
-            queue(s.owner_free[1], 0, began, use.far_fetch_seconds),
+            queue(s.owner_free[0], node, now, use.near_fetch_seconds),
+            queue(s.owner_free[1], 0, now, use.far_fetch_seconds),
         )
         done = max(done, served + step.latency)
     elif step.skewed:
         served = max(
-            queue(s.owner_free[2], node, began, use.near_push_seconds),
-            queue(s.owner_free[3], 0, began, use.far_push_seconds),
-            queue(s.owner_free[4], rank // step.shards, began, use.add_seconds),
+            queue(s.owner_free[2], node, now, use.near_push_seconds),
+            queue(s.owner_free[3], 0, now, use.far_push_seconds),
+            queue(s.owner_free[4], rank // step.shards, now, use.add_seconds),
         )
         done = max(done, served + step.latency)
     return done, done - began
 
 
-def queue(free: Any, number: int, began: float, seconds: float) -> float:
+def queue(free: Any, number: int, asked: float, seconds: float) -> float:
     """When a resource that serves in order of arrival is done with something that takes `seconds`."""
-    free[number] = max(began, free[number]) + seconds
+    free[number] = max(asked, free[number]) + seconds
     return float(free[number])
 
 

@@ -7,7 +7,7 @@
 * With resident parameters, all units are gathered one after the other before the first microbatch, and all
   reductions follow the last one, in the backward of a dummy.
 * On demand, a rank has one fetch and one push at a time. Where an owner holds more than its share, transfers queue at
-  it in the order they began, separately for each direction.
+  it in the order in which ranks ask for them, separately for each direction.
 * With the node cache, the first rank of a node that needs a unit has the node read the others' shards, one unit after
   the other over the node's link; all its ranks then copy from the node's memory, where they also add their gradients.
 * Split samples come first. Their pieces begin to compute a unit together, once each rank has the unit and keys and

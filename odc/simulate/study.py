@@ -86,7 +86,7 @@ class Study:
 
     scenario: Scenario
     arms: tuple[ArmFigures, ...]
-    bound_s: float  # mean over minibatches of the lower bound on the longest rank's compute, on ranks of factor 1
+    bound_s: float  # mean over minibatches of the lower bound on the longest rank's compute, without jitter
 
     def __getitem__(self, arm: str) -> ArmFigures:
         return next(figures for figures in self.arms if figures.arm == arm)
@@ -103,9 +103,11 @@ def study(scenario: Scenario) -> Study:
     cost, cluster, model = scenario.cost(), scenario.cluster(), scenario.units()
     per_cost, floor, kv_bytes = scenario.seconds_per_flop(), scenario.piece_floor(), scenario.kv_bytes()
     results: dict[str, list[StepResult]] = {name: [] for name in scenario.arms}
+    speeds = [1.0 / factor for factor in cluster.slowness()]
     bounds = []
     for number, lengths in enumerate(minibatches):
-        bounds.append(lower_bound([cost(length) for length in lengths], scenario.ranks) * per_cost)
+        costs = [cost(length) for length in lengths]
+        bounds.append(lower_bound(costs, scenario.ranks, speeds=speeds) * per_cost)
         plans: dict[str, Plan] = {}
         for name in scenario.arms:
             arm = arm_named(name)

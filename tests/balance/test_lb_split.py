@@ -157,6 +157,14 @@ def test_a_cap_outweighs_the_floor_and_what_fits_nowhere_is_refused():
         lb_split([10], 4, 300, floor=0)
 
 
+def test_more_pieces_are_taken_where_no_block_of_fewer_has_room_under_its_smallest_cap():
+    """Two pieces of 66 and 67 tokens fit on ranks 1 and 3, which are no neighbours; four pieces fit on ranks 0 to 3."""
+    plan = lb_split([133, 28], 6, [66, 132, 66, 132, 0, 33])
+    assert [split.ranks for split in plan.splits] == [[0, 1, 2, 3]]
+    with pytest.raises(PlanError, match="sample 1 has 900 tokens: neither whole nor in 2 pieces"):
+        lb_split([600, 900, 20], 2, [300, 400])
+
+
 def test_a_sample_above_the_cap_that_shares_its_group_is_refused_before_the_search(monkeypatch):
     search = importlib.import_module("odc.balance.lb_split")._Search
     monkeypatch.setattr(search, "drafts", lambda self, best: pytest.fail("there is nothing to search for"))

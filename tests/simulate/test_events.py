@@ -67,6 +67,15 @@ def test_transfers_queue_at_an_owner_that_holds_all() -> None:
     assert queued.seconds == pytest.approx(1 + 4 * 1.0)
 
 
+def test_an_owner_is_not_kept_free_for_pushes_that_wait_for_their_ranks_link() -> None:
+    # A push takes 1 s on its rank's link and 0.5 s at the fullest owner. Rank 0 asks for four at once, rank 1 for its
+    # first after 0.06 s: eight pushes keep the owner busy for 4 s, and rank 1's link is the last to end.
+    cluster = Cluster(4, intra_bandwidth=6.0, owner_skew=2.0)
+    model = Model((Unit(0.0, 8.0, 0.25),) * 4)
+    step = Step(cluster, model, [[0.0], [0.12], [], []], "on demand")
+    assert simulate(step).seconds == pytest.approx(0.06 + 4 * 1.0)
+
+
 def test_pieces_wait_in_every_unit_before_the_microbatches() -> None:
     # 3 ranks. Rank 0 is slow: pieces of 9 s take 18 s there and 9 s on rank 1, in 4 uses of 1/6, 1/6, 1/3, 1/3.
     gang = Gang((1, 0), (9.0, 9.0), exchange_seconds=0.5)

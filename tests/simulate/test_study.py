@@ -33,6 +33,14 @@ def test_a_study_adds_up_and_can_be_repeated() -> None:
     assert study(SMALL.with_(seed=1)) != done
 
 
+def test_the_bound_is_that_of_the_ranks_as_fast_as_they_are() -> None:
+    """Of ranks that are twice as fast no step may take less than the bound, which is half as long."""
+    scenario = SMALL.with_(machine="a100-free", minibatches=1, arms=("odc",))
+    fast = study(scenario.with_(slow=dict.fromkeys(range(4), 0.5)))
+    assert fast.bound_s == pytest.approx(study(scenario).bound_s / 2)
+    assert fast["odc"].step_s >= fast.bound_s
+
+
 def test_arms_of_one_plan_compute_the_same() -> None:
     done = study(SMALL.with_(machine="a100-free"))
     busy = [row.step_s * (1 - row.bubble) for row in done.arms]
