@@ -147,6 +147,15 @@ def test_an_undecodable_image_is_named(tmp_path: Path) -> None:
         patches(tmp_path / "cut.png", (4, 6), patch=4, merge=2)
 
 
+def test_a_clip_that_is_not_as_long_as_its_header_says_is_named(tmp_path: Path) -> None:
+    """As a compressed file whose end is missing."""
+    path = write(tmp_path, [clip(tmp_path, 0.5)])
+    (item,) = read_examples(path, GEOMETRY, max_tokens=500)[0].media("audio")
+    soundfile.write(str(item.path), np.zeros(4800), 16_000)
+    with pytest.raises(DataError, match=r"0\.5-16000\.wav is damaged: it decodes to 0\.3 s, not to the 0\.5 s"):
+        decode(item, GEOMETRY)
+
+
 def test_frames_are_counted_from_the_header(tmp_path: Path) -> None:
     clip(tmp_path, 1.234)
     assert audio_frames(tmp_path / "1.234-16000.wav") == 123 == len(log_mel(tmp_path / "1.234-16000.wav", 8))
