@@ -95,6 +95,13 @@ def test_large_images_shrink_to_the_cap_and_keep_their_shape(tmp_path: Path) -> 
     assert rows_ * columns * 64 <= 1600 and columns > 2 * rows_
 
 
+@pytest.mark.parametrize(("width", "height"), [(3000, 3), (3, 3000), (3000, 20), (20, 3000)])
+def test_thin_images_shrink_to_the_cap(tmp_path: Path, width: int, height: int) -> None:
+    image(tmp_path, width, height)
+    rows_, columns = image_grid(tmp_path / f"{width}x{height}.png", 8, 1600)
+    assert (rows_, columns) == ((1, 25) if width > height else (25, 1))
+
+
 def test_mel_is_whispers(tmp_path: Path) -> None:
     """Away from the clip's ends, where padding differs, frames equal those of transformers' own extractor."""
     from transformers import WhisperFeatureExtractor
