@@ -36,12 +36,12 @@ class Overlap:
 class PlannedLoader(Generic[B]):
     """Iterates over (batch, plan), planned ahead. Every rank iterates over the same number of batches.
 
-    `records_of` raises to refuse a batch, and nothing else may plan with the orchestrator meanwhile. `ahead` batches
-    are planned before they are asked for. What the thread raises is raised by the iteration, in its place. Ranks that
-    leave the loop early leave it after the same batch; what was planned ahead by then is planned all the same, so that
-    the orchestrators stay at the same step. A new loop goes on after it; before anything else does, call `close`. Where
-    `batches` is an iterator, which cannot begin again, the new loop plans once more the batches drawn ahead by the loop
-    before it, and loses none.
+    What `batches` or `records_of` raises refuses the step on every rank, and nothing else may plan with the
+    orchestrator meanwhile. `ahead` batches are planned before they are asked for. What the thread raises is raised by
+    the iteration, in its place. Ranks that leave the loop early leave it after the same batch; what was planned ahead
+    by then is planned all the same, so that the orchestrators stay at the same step. A new loop goes on after it;
+    before anything else does, call `close`. Where `batches` is an iterator, which cannot begin again, the new loop
+    plans once more the batches drawn ahead by the loop before it, and loses none.
     """
 
     def __init__(
@@ -81,11 +81,15 @@ class PlannedLoader(Generic[B]):
 
     def _plans(self, left: deque[B], drawn: deque[B]) -> Iterator[tuple[B, OwnPlan]]:
         """On the worker's thread; ends with the first error. `left` grows until the first batch is asked for."""
-        again = tuple(left) if isinstance(self._batches, Iterator) else ()
-        for batch in chain(again, self._batches):
-            drawn.append(batch)
+        batches = chain(tuple(left) if isinstance(self._batches, Iterator) else (), self._batches)
+        while True:
             try:
-                records = self._records_of(batch)
+                for batch in batches:
+                    drawn.append(batch)
+                    records = self._records_of(batch)
+                    break
+                else:
+                    return
             except Exception as error:
                 self._orchestrator.refuse(f"{type(error).__name__}: {error}")
                 raise

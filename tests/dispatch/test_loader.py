@@ -26,13 +26,14 @@ class Planner:
 
     def __init__(self) -> None:
         self.planned: list[int] = []
+        self.refused: list[str] = []
 
     def plan(self, records: int) -> Any:
         self.planned.append(records)
         return SimpleNamespace(planning_s=0.0)
 
     def refuse(self, reason: str) -> None:
-        pass
+        self.refused.append(reason)
 
 
 def records_of(batch: int) -> Any:
@@ -114,6 +115,21 @@ def test_a_batch_refused_ahead_of_a_loop_that_was_left_is_refused_in_the_next() 
     with pytest.raises(ValueError, match="bad batch 1"):
         next(iter(loader))
     assert [batch for batch, _ in loader] == [2, 3, 4]
+
+
+def test_a_batch_that_cannot_be_drawn_is_refused_on_every_rank() -> None:
+    """Other ranks would wait for its records until this one ends."""
+
+    def draws() -> Iterator[int]:
+        yield 0
+        raise OSError("2.png is truncated")
+
+    planner: Any = Planner()
+    planned = iter(PlannedLoader(draws(), records_of, planner))
+    assert next(planned)[0] == 0
+    with pytest.raises(OSError, match=r"2\.png is truncated"):
+        next(planned)
+    assert planner.refused == ["OSError: 2.png is truncated"]
 
 
 class Slower:

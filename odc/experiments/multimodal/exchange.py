@@ -62,9 +62,8 @@ def arena_bytes(examples: Sequence[Example], minibatch_size: int, geometry: Towe
         + sum(rows(item) * row[modality] * 4 for modality in MODALITIES for item in example.media(modality))
         for example in examples
     ]
-    largest = sum(sorted(sizes)[-minibatch_size:])
-    repeated = -(-minibatch_size // len(sizes))  # a minibatch may hold an example twice at an epoch's end
-    return max(1 << 20, largest * repeated)
+    repeated = (minibatch_size - 2) // len(sizes) + 2  # times that one example may be drawn, where epochs meet
+    return max(1 << 20, sum(sorted(sizes * repeated)[-minibatch_size:]))
 
 
 @dataclass

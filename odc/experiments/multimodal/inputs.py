@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from odc.errors import DataError
 from odc.experiments.data.dataset import MinibatchSampler
 from odc.experiments.data.packing import IGNORED
 from odc.experiments.multimodal.examples import MODALITIES, Example, ExampleBatch, Media, Modality, Text, deal
@@ -31,7 +32,11 @@ def decode(media: Media, geometry: TowerGeometry) -> Tensor:
     if media.modality == "image":
         size = media.size[0], media.size[1]
         return torch.from_numpy(patches(media.path, size, patch=geometry.patch, merge=geometry.merge))
-    return torch.from_numpy(log_mel(media.path, geometry.bins))
+    mel = log_mel(media.path, geometry.bins)
+    if len(mel) != rows(media):
+        found, stated = len(mel) / 100, rows(media) / 100
+        raise DataError(f"{media.path} is damaged: it decodes to {found:g} s, not to the {stated:g} s of its header")
+    return torch.from_numpy(mel)
 
 
 def empty_input(modality: Modality, geometry: TowerGeometry) -> Tensor:

@@ -33,9 +33,9 @@ def image_grid(path: Path, unit: int, max_pixels: int) -> tuple[int, int]:
         width, height = image.size
     rows, columns = max(1, round(height / unit)), max(1, round(width / unit))
     if rows * columns * unit * unit > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
-        rows = max(1, math.floor(height / shrink / unit))
-        columns = max(1, math.floor(width / shrink / unit))
+        shrink, most = math.sqrt(height * width / max_pixels), max(1, max_pixels // unit**2)
+        rows = min(most, max(1, math.floor(height / shrink / unit)))
+        columns = min(most // rows, max(1, math.floor(width / shrink / unit)))
     return rows, columns
 
 

@@ -95,6 +95,13 @@ def test_large_images_shrink_to_the_cap_and_keep_their_shape(tmp_path: Path) -> 
     assert rows_ * columns * 64 <= 1600 and columns > 2 * rows_
 
 
+@pytest.mark.parametrize(("width", "height"), [(3000, 3), (3, 3000), (3000, 20), (20, 3000)])
+def test_thin_images_shrink_to_the_cap(tmp_path: Path, width: int, height: int) -> None:
+    image(tmp_path, width, height)
+    rows_, columns = image_grid(tmp_path / f"{width}x{height}.png", 8, 1600)
+    assert (rows_, columns) == ((1, 25) if width > height else (25, 1))
+
+
 def test_mel_is_whispers(tmp_path: Path) -> None:
     """Away from the clip's ends, where padding differs, frames equal those of transformers' own extractor."""
     from transformers import WhisperFeatureExtractor
@@ -145,6 +152,15 @@ def test_an_undecodable_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "cut.png").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DataError, match=r"cut.png"):
         patches(tmp_path / "cut.png", (4, 6), patch=4, merge=2)
+
+
+def test_a_clip_that_is_not_as_long_as_its_header_says_is_named(tmp_path: Path) -> None:
+    """As a compressed file whose end is missing."""
+    path = write(tmp_path, [clip(tmp_path, 0.5)])
+    (item,) = read_examples(path, GEOMETRY, max_tokens=500)[0].media("audio")
+    soundfile.write(str(item.path), np.zeros(4800), 16_000)
+    with pytest.raises(DataError, match=r"0\.5-16000\.wav is damaged: it decodes to 0\.3 s, not to the 0\.5 s"):
+        decode(item, GEOMETRY)
 
 
 def test_frames_are_counted_from_the_header(tmp_path: Path) -> None:
