@@ -34,24 +34,29 @@ def refuse_mixed_rows(model: Any, loader: Any) -> None:
     name = model.config.model_type
     try:
         right = alone(model.config)
-        found = _error(right, attention, "position_ids" in joined)
+        found = _error(right, attention, joined)
     except (UnsupportedError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"odc cannot check that {name} models keep the samples of a row apart: {error}") from error
     if not found <= _LIMIT:
         raise ConfigError(
             f"the collator lays samples end to end in one row, where {name} models with {attention!r} attention do not "
             f"keep them apart: output or gradients are off by {found:.1e} of their norm (allowed: {_LIMIT:.0e}). Use a "
-            "collator that pads"
+            "collator that pads, or one that gives position_ids and no attention_mask"
         )
 
 
-def _error(right: Alone, attention: str, positions: bool) -> float:
-    """How far logits or gradients of one row of two samples are from those of each alone."""
+def _error(right: Alone, attention: str, joined: Any) -> float:
+    """How far logits or gradients of one row of two samples, with the inputs of `joined`, are from those of each alone.
+
+    Models of transformers take restarting positions for borders only where there is no mask.
+    """
     with torch.device("cpu"):  # where the copy is
         model = right.like(attention)
         given = {"input_ids": torch.cat(right.documents)[None]}
-        if positions:
+        if "position_ids" in joined:
             given["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+        if "attention_mask" in joined and joined["attention_mask"].ndim == 2:
+            given["attention_mask"] = torch.ones_like(given["input_ids"])
         logits: Tensor = model(**given, use_cache=False).logits[0]
         for own, document in zip(logits.split(LENGTHS), right.documents, strict=True):
             cross_entropy(own[:-1], document[1:], reduction="sum").backward(retain_graph=True)

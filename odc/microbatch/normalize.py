@@ -132,7 +132,7 @@ class LossNormalizer:
             raise ConfigError(f"{', '.join(sorted(unknown))}: losses are divided by {', '.join(self._trained)}")
         dtype, device = torch.float64, device_of(self._group)
         packed = torch.stack(
-            [torch.as_tensor(counts.get(name, 0), dtype=dtype, device=device) for name in self._trained]
+            [torch.as_tensor(counts.get(name, 0), dtype=dtype, device=device).reshape(()) for name in self._trained]
         )
         if dist.is_initialized():
             dist.all_reduce(packed, group=self._group)
@@ -280,7 +280,7 @@ class LossNormalizer:
             raise ConfigError(
                 f"rank {recorder().rank}: {name!r} was not named when the normalizer was made; there are {known}"
             )
-        sums[name] = sums[name] + (value.detach().double() if isinstance(value, Tensor) else float(value))
+        sums[name] = sums[name] + (value.detach().double().reshape(()) if isinstance(value, Tensor) else float(value))
 
     def _reduced(self, grown: Sequence[Tensor]) -> tuple[int, list[float]]:
         """Number of ranks, and the sums over all of them: each divisor, then each metric's numerators."""

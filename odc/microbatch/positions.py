@@ -61,7 +61,8 @@ def _sent(
     if unknown := given.keys() - set(names):
         raise ValueError(f"counts name {', '.join(sorted(unknown))}, but the losses are divided by {', '.join(names)}")
     values = [float(len(items)), *(given.get(name, 0) for name in names)]
-    sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device_of(group)) for value in values])
+    device = device_of(group)
+    sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
     return items, dist.all_reduce(sums, group=group, async_op=True) if dist.is_initialized() else None, sums
 
 

@@ -371,13 +371,28 @@ def test_samples_that_a_collator_joins_stay_apart(ranks, tmp_path, kind: str, po
     assert message in ranks(2).run(joined, tmp_path, kind, positions)[0]
 
 
+def test_a_mask_that_hides_the_borders_of_joined_samples_is_refused() -> None:
+    """Positions that begin again are borders only where the collator gives no mask."""
+    from transformers import DataCollatorWithFlattening
+
+    from odc.integrations.transformers_rows import refuse_mixed_rows
+
+    join = DataCollatorWithFlattening(return_position_ids=True)
+
+    def masked(rows: Any) -> dict[str, torch.Tensor]:
+        found = dict(join(rows))
+        return found | {"attention_mask": torch.ones_like(found["input_ids"])}
+
+    with pytest.raises(ConfigError, match=r"samples end to end .* position_ids and no attention_mask"):
+        refuse_mixed_rows(model(), SimpleNamespace(dataset=samples(), collate_fn=masked))
+
+
 def test_gradients_of_a_row_that_are_no_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening
+    from transformers import DataCollatorWithFlattening
 
     from odc.integrations import transformers_rows
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    net = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, vocab_size=64, pad_token_id=None))
+    net = model()
     loader = SimpleNamespace(dataset=samples(), collate_fn=DataCollatorWithFlattening(return_position_ids=True))
     transformers_rows.refuse_mixed_rows(net, loader)
     monkeypatch.setattr(transformers_rows, "gradient_of", lambda model: torch.tensor([float("nan")]))

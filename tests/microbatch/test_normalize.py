@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -213,6 +214,29 @@ def test_metrics_are_summed_by_name_in_whichever_order_a_rank_names_them(rank: i
     for name, value in (("loss", 1.0), ("reward", 4.0)):
         normalizer.metric(name, value)
     assert normalizer.finish([]).metrics == {"loss": 1.0, "reward": 4.0}
+
+
+@pytest.mark.parametrize("normalization", ["global", "per_microbatch", "per_rank_microbatch"])
+@on_ranks(2)
+def test_sums_over_a_row_of_one_sample_are_numbers(rank: int, world: int, normalization: Normalization) -> None:
+    """Of shape [1], as `scaled` takes a loss; a rank without a microbatch has plain zeros."""
+    weight, row = nn.Parameter(torch.ones((), dtype=torch.float64)), torch.tensor([[2.0, 4.0]])
+    normalizer = LossNormalizer(7, normalization=normalization, metrics={"loss": "labels"})
+    mine: Any = [row] * (1 - rank)
+    if normalization == "per_microbatch":
+        mine = normalizer.microbatches(mine, lambda row: (row > 0).sum(-1))
+    if normalization == "global":
+        normalizer.announce({"labels": (row > 0).sum(-1)} if rank == 0 else {})
+    for one in mine:
+        loss = (weight * one).sum(-1)
+        normalizer.scaled(loss, (one > 0).sum(-1)).backward()
+        normalizer.metric("loss", loss)
+    totals = normalizer.finish([weight])
+    assert totals.divisors["labels"] == 2.0 and totals.metrics == {"loss": 3.0}, totals
+    if rank == 0:  # ranks x the mean: nothing has averaged it here
+        assert weight.grad is not None and float(weight.grad) == pytest.approx(6.0), weight.grad
+    with pytest.raises(RuntimeError, match="invalid for input of size 2"):
+        normalizer.metric("loss", row[0])
 
 
 def unequal(rank: int, world: int, proxies: list[int]) -> None:
