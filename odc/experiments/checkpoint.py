@@ -96,13 +96,13 @@ def load(checkpoint: Path, model: Module, optimizer: Optimizer, *, alone: bool =
     """
     job = read_job(checkpoint)
     state = _state(model, optimizer)
-    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    # A parameter that had no gradient until then, of a tower that no rank had run, has no moments yet.
-    moments = state["optimizer"]["state"]
-    for name in [name for name in moments if not any(f"{_MOMENTS}.{name}.{key}" in saved for key in moments[name])]:
-        del moments[name]
-    random = state["random"] = {key: own for key, own in state["random"].items() if f"random.{key}" in saved}
     try:
+        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        # A parameter that had no gradient until then, of a tower that no rank had run, has no moments yet.
+        moments = state["optimizer"]["state"]
+        for name in [name for name in moments if not any(f"{_MOMENTS}.{name}.{key}" in saved for key in moments[name])]:
+            del moments[name]
+        random = state["random"] = {key: own for key, own in state["random"].items() if f"random.{key}" in saved}
         state_dict_loader.load(state, checkpoint_id=checkpoint, no_dist=alone)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(f"cannot load the checkpoint {checkpoint}: {_reason(error)}") from error

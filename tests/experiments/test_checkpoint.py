@@ -91,6 +91,12 @@ def _load_what_is_damaged(folder: str) -> None:
         load(saved, model, optimizer)
     assert "Traceback" not in str(error.value)
     dist.barrier()
+    if dist.get_rank() == 0:
+        (saved / ".metadata").write_bytes(b"")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"^cannot load the checkpoint .*step-00000001: Ran out of input"):
+        load(saved, model, optimizer)
+    dist.barrier()
     dist.destroy_process_group()
 
 
