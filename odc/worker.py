@@ -54,8 +54,8 @@ class Job(Generic[T]):
         self.drop()
         self._done.wait()
 
-    def over(self, within_s: float = 0.0) -> bool:
-        """Whether it has run, or never will, waited for so long."""
+    def over(self, within_s: float | None = 0.0) -> bool:
+        """Whether it has run, or never will, waited for so long; with None returns when that holds."""
         return self._done.wait(within_s)
 
     def wait(self) -> T:

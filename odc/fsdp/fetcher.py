@@ -138,11 +138,22 @@ class FetchedGroup(compat.UnorderedGroup):
     odc_fetch: Fetch | None
     odc_fills_unused: bool
 
+    def await_fetch(self) -> None:
+        """Return when the fetch under way is over. It is kept while a thread copies for it: a signal's handler may
+        raise here, and the memory must not be freed before that thread has ended.
+        """
+        assert self.odc_fetch is not None
+        try:
+            self.odc_fetch.wait()
+        finally:
+            if self.odc_fetch.job.over():
+                self.odc_fetch = None
+
     def drop_fetch(self) -> None:
         """Give up a fetch for which no thread waited: its values are of an epoch that ends."""
-        fetch, self.odc_fetch = self.odc_fetch, None
-        if fetch is not None:
-            fetch.drop()
+        if self.odc_fetch is not None:
+            self.odc_fetch.drop()
+            self.odc_fetch = None  # as in `await_fetch`, only now
 
     def give_up(self) -> None:
         """After an interrupted forward or backward: drop its fetch and its gradients, free the unsharded parameters."""

@@ -54,9 +54,8 @@ class OdcParamGroup(FetchedGroup):
         if self.odc_fetch is None:
             return
         self.odc_minibatch.refuse_capture()  # which a unit that was fetched ahead has not met yet
-        fetch, self.odc_fetch = self.odc_fetch, None
         begin = recorder().now()
-        fetch.wait()
+        self.await_fetch()
         compat.to_unsharded(self)
         recorder().add(FETCH, begin, unit=self.odc_unit.name)
 

@@ -11,7 +11,7 @@ import torch
 from support.members import F32, HeapGroup
 
 from odc.errors import WaitTimeoutError
-from odc.fsdp.fetcher import Fetch, Fetcher
+from odc.fsdp.fetcher import Fetch, FetchedGroup, Fetcher
 from odc.settings import Settings
 from odc.trace import FETCH, recorder
 from odc.worker import Job
@@ -148,6 +148,43 @@ def test_giving_up_a_fetch_under_way_waits_for_its_copy(group: HeapGroup) -> Non
         gated.open.set()
         dropping.join(60.0)
         assert [param.calls for param in params] == [["free"], ["free"]]
+
+
+@pytest.mark.parametrize("wait", ["result", "cancel"])
+def test_a_wait_that_a_signal_ends_leaves_the_fetch_to_be_dropped(
+    group: HeapGroup, monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    """Ctrl-C, or a time limit whose handler raises, and a loop that goes on: the copy writes into this memory."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with fetching(group, 1) as (fetcher, gated):
+        params, unit = [Param(6), Param(1)], FetchedGroup.__new__(FetchedGroup)
+        unit.odc_fetch = fetch = start(fetcher, group, params)
+        assert gated.begun.wait(60.0)
+        with monkeypatch.context() as signalled:
+            signalled.setattr(fetch.job, wait, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                unit.await_fetch() if wait == "result" else unit.drop_fetch()
+        dropping = threading.Thread(target=unit.drop_fetch)
+        dropping.start()
+        dropping.join(0.05)
+        assert dropping.is_alive() and params[0].calls == []
+        gated.open.set()
+        dropping.join(60.0)
+        assert [param.calls for param in params] == [["free"], ["free"]] and unit.odc_fetch is None
+
+
+def test_a_fetch_that_is_over_is_not_kept() -> None:
+    def fail() -> None:
+        raise WaitTimeoutError("rank 1 is late", culprit=1)
+
+    unit = FetchedGroup.__new__(FetchedGroup)
+    unit.odc_fetch = Fetch(Job(fail), [], [], 1, lambda: None)
+    with pytest.raises(WaitTimeoutError):
+        unit.await_fetch()
+    assert unit.odc_fetch is None
 
 
 def test_an_error_of_the_fetch_thread_is_raised_where_the_unit_is_needed(group: HeapGroup) -> None:

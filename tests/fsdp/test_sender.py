@@ -137,6 +137,26 @@ def test_flush_waits_for_what_is_under_way_after_a_push_that_failed() -> None:
         assert [type(error) for error in raised] == [WaitTimeoutError]
 
 
+def test_a_flush_that_a_signal_ends_leaves_its_pushes_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or DONE would follow while one is under way, and its blocks be added to the next minibatch."""
+
+    def interrupted(timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with sending(overlap=True) as (sender, pusher):
+        send(sender, "a")
+        with monkeypatch.context() as signalled:
+            signalled.setattr(sender._jobs[0]._done, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sender.flush()
+        flusher = in_thread(sender.flush)
+        flusher.join(0.05)
+        assert flusher.is_alive()
+        pusher.open.set()
+        flusher.join(60.0)
+        assert not flusher.is_alive()
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_gradients_arrive_and_are_recorded(overlap: bool) -> None:
     with HeapGroup([[("w", 4, F32)]], 2, settings=Settings(timeout_s=60.0)) as group:
