@@ -46,7 +46,8 @@ class OdcParamGroup(FetchedGroup):
             return
         self._use_root()
         self.odc_minibatch.begin()
-        self.odc_fetch = self.odc_fetcher.start(self.odc_unit, self.odc_params, now=self.odc_needed_now)
+        self.odc_fetch = fetch = self.odc_fetcher.prepare(self.odc_unit, self.odc_params, now=self.odc_needed_now)
+        fetch.begin()
 
     @compat.outside_functorch
     def wait_for_unshard(self) -> None:

@@ -45,8 +45,12 @@ class Sender:
         for earlier in [job for job in self._jobs if job.over()]:
             self._jobs.remove(earlier)
             earlier.wait()
-        self._worker.submit(job)
-        self._jobs.append(job)
+        self._jobs.append(job)  # first: where a signal's handler raises, `flush` has to wait for what has begun
+        try:
+            self._worker.submit(job)
+        except BaseException:
+            job.drop()
+            raise
         recorder().add(PUSH, begin, unit=unit.name)
 
     def flush(self) -> None:
