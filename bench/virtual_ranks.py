@@ -309,7 +309,7 @@ class VirtualRanks:
         self._publish(rank)
         for use in next(job[0] for job in (self._jobs[rank], *self._jobs) if job):
             if use.fetched and not use.pushed:
-                fetcher.start(self._units[use.unit], self._params[use.unit], now=True).wait()  # type: ignore[arg-type]
+                fetcher.prepare(self._units[use.unit], self._params[use.unit], now=True).wait()  # type: ignore[arg-type]
         end.done(Outcome.EVALUATED)
 
     def _publish(self, rank: int) -> None:
@@ -335,7 +335,7 @@ class VirtualRanks:
             self._host(rank, self._costs.torch)
             fetch, ahead = ahead, None
             if use.fetched and fetch is None:
-                fetch = fetcher.start(self._units[use.unit], self._params[use.unit], now=True)  # type: ignore[arg-type]
+                fetch = fetcher.prepare(self._units[use.unit], self._params[use.unit], now=True)  # type: ignore[arg-type]
             before = lanes.free["compute"]
             if fetch is not None:
                 fetch.wait()
@@ -343,7 +343,8 @@ class VirtualRanks:
             following = uses[place + 1] if place + 1 < len(uses) else None
             if following is not None and following.fetched and following.pushed == use.pushed:
                 params = self._params[following.unit]
-                ahead = fetcher.start(self._units[following.unit], params, now=False)  # type: ignore[arg-type]
+                ahead = fetcher.prepare(self._units[following.unit], params, now=False)  # type: ignore[arg-type]
+                ahead.begin()
             over = lanes.ask(use.seconds)
             mine.compute += use.seconds
             mine.fetch += there - before

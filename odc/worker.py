@@ -25,7 +25,9 @@ class Job(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
-        self._claim = threading.Lock()  # taken once, by the thread that runs the work
+        # Taken by the thread that runs the work, or drops it, and never given back. That thread may take it again:
+        # where a signal's handler raised as it had just taken it, nothing was run.
+        self._claim = threading.RLock()
         self._done = threading.Event()
         self._value: T | None = None
         self.error: BaseException | None = None
@@ -34,9 +36,9 @@ class Job(Generic[T]):
         """Run the work unless another thread has begun it or it was dropped."""
         if not self._claim.acquire(blocking=False):
             return
-        assert self._work is not None
         try:
-            self._value = self._work()
+            if self._work is not None:
+                self._value = self._work()
         except BaseException as error:
             self.error = error
         finally:
@@ -54,8 +56,8 @@ class Job(Generic[T]):
         self.drop()
         self._done.wait()
 
-    def over(self, within_s: float = 0.0) -> bool:
-        """Whether it has run, or never will, waited for so long."""
+    def over(self, within_s: float | None = 0.0) -> bool:
+        """Whether it has run, or never will, waited for so long; with None returns when that holds."""
         return self._done.wait(within_s)
 
     def wait(self) -> T:

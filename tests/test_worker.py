@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import pytest
 from support.waiting import until
@@ -61,6 +62,30 @@ def test_a_job_runs_once_on_the_thread_that_needs_it_first() -> None:
         thread.join(60.0)
     assert found == ["done"] == [job.wait()] and job.over()
     assert runs == [runner.name]
+
+
+@pytest.mark.parametrize(("then", "runs"), [(Job.run, 1), (Job.drop, 0)])
+def test_a_job_that_a_signal_kept_from_running_can_be_run_or_dropped(
+    monkeypatch: pytest.MonkeyPatch, then: Callable[[Job[None]], None], runs: int
+) -> None:
+    """A handler may raise when a thread has just claimed it."""
+    ran = list[int]()
+    job = Job(lambda: ran.append(1))
+
+    class Interrupting:
+        @staticmethod
+        def acquire(*, blocking: bool, claim: Any = job._claim) -> bool:
+            claim.acquire(blocking=blocking)
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as signalled:
+        signalled.setattr(job, "_claim", Interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            job.run()
+    then(job)
+    assert job.over() and len(ran) == runs
+    job.run()
+    assert len(ran) == runs
 
 
 def test_an_error_reaches_every_thread_that_asks() -> None:

@@ -25,13 +25,21 @@ _HOST = HostLanes()
 
 @dataclass(frozen=True)
 class Fetch:
-    """A unit on its way into this rank; `follow` holds this thread's lane back until the copies are over."""
+    """A unit on its way into this rank; `follow` holds this thread's lane back until the copies are over. `worker` is
+    to do the job, if it is ahead of need.
+    """
 
     job: Job[None]
     params: list[ShardedParam]
     by_shard: list[torch.Tensor]
     shards: int
     follow: Callable[[], None]
+    worker: Worker | None = None
+
+    def begin(self) -> None:
+        """Get it under way, once its owner keeps it: what a signal's handler raises must not lose it."""
+        if self.worker is not None:
+            self.worker.submit(self.job)
 
     def wait(self) -> None:
         """Return when the unsharded parameters hold the published values; fetches here if no thread has begun."""
@@ -62,8 +70,8 @@ class Fetcher:
         self._last: dict[str, weakref.ref[compat.FSDPParamGroup]] = {}
         self._next: dict[str, dict[int, weakref.ref[compat.FSDPParamGroup]]] = {}
 
-    def start(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
-        """Allocate the unsharded parameters and get the fetch under way; with `now` the caller waits for it at once."""
+    def prepare(self, unit: UnitSpec, params: list[ShardedParam], *, now: bool) -> Fetch:
+        """Allocate the unsharded parameters; returns a fetch to `begin`. With `now` the caller waits for it at once."""
         shards = self._shards.count
         outputs = [param.allocate(shards) for param in params]
         lanes = self._lanes
@@ -85,15 +93,11 @@ class Fetcher:
                     copied.append(lanes.mark())  # also after an error: what was asked for is still to come
             recorder().add(FETCH, begin, unit=unit.name, nbytes=nbytes, lane=lane)
 
-        job = Job(copy)
-        if lane == "fetch" and self._worker is not None:
-            self._worker.submit(job)
-
         def follow() -> None:
             for mark in copied:
                 lanes.follow(mark)
 
-        return Fetch(job, params, by_shard, shards, follow)
+        return Fetch(Job(copy), params, by_shard, shards, follow, self._worker if lane == "fetch" else None)
 
     def used(self, group: compat.FSDPParamGroup, phase: str) -> None:
         """Note that `group` is in use in `phase` ("forward" or "backward") and fetch what followed it last time, but
@@ -138,11 +142,22 @@ class FetchedGroup(compat.UnorderedGroup):
     odc_fetch: Fetch | None
     odc_fills_unused: bool
 
+    def await_fetch(self) -> None:
+        """Return when the fetch under way is over. It is kept while a thread copies for it: a signal's handler may
+        raise here, and the memory must not be freed before that thread has ended.
+        """
+        assert self.odc_fetch is not None
+        try:
+            self.odc_fetch.wait()
+        finally:
+            if self.odc_fetch.job.over():
+                self.odc_fetch = None
+
     def drop_fetch(self) -> None:
         """Give up a fetch for which no thread waited: its values are of an epoch that ends."""
-        fetch, self.odc_fetch = self.odc_fetch, None
-        if fetch is not None:
-            fetch.drop()
+        if self.odc_fetch is not None:
+            self.odc_fetch.drop()
+            self.odc_fetch = None  # as in `await_fetch`, only now
 
     def give_up(self) -> None:
         """After an interrupted forward or backward: drop its fetch and its gradients, free the unsharded parameters."""

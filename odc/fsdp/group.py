@@ -46,7 +46,8 @@ class OdcParamGroup(FetchedGroup):
             return
         self._use_root()
         self.odc_minibatch.begin()
-        self.odc_fetch = self.odc_fetcher.start(self.odc_unit, self.odc_params, now=self.odc_needed_now)
+        self.odc_fetch = fetch = self.odc_fetcher.prepare(self.odc_unit, self.odc_params, now=self.odc_needed_now)
+        fetch.begin()
 
     @compat.outside_functorch
     def wait_for_unshard(self) -> None:
@@ -54,9 +55,8 @@ class OdcParamGroup(FetchedGroup):
         if self.odc_fetch is None:
             return
         self.odc_minibatch.refuse_capture()  # which a unit that was fetched ahead has not met yet
-        fetch, self.odc_fetch = self.odc_fetch, None
         begin = recorder().now()
-        fetch.wait()
+        self.await_fetch()
         compat.to_unsharded(self)
         recorder().add(FETCH, begin, unit=self.odc_unit.name)
 

@@ -45,20 +45,24 @@ class Sender:
         for earlier in [job for job in self._jobs if job.over()]:
             self._jobs.remove(earlier)
             earlier.wait()
-        self._worker.submit(job)
-        self._jobs.append(job)
+        self._jobs.append(job)  # first: where a signal's handler raises, `flush` has to wait for what has begun
+        try:
+            self._worker.submit(job)
+        except BaseException:
+            job.drop()
+            raise
         recorder().add(PUSH, begin, unit=unit.name)
 
     def flush(self) -> None:
-        """Return when everything sent is posted or has failed; raises what a push raised, an `OdcError` first."""
+        """Return when everything sent is posted or has failed; raises what a push raised, an `OdcError` first.
+
+        What a signal's handler raises ends the wait; the next call takes it up.
+        """
         begin = recorder().now()
+        for job in self._jobs:
+            job.over(None)
         jobs, self._jobs = self._jobs, []
-        errors: list[BaseException] = []
-        for job in jobs:
-            try:
-                job.wait()
-            except BaseException as error:
-                errors.append(error)  # a later push may still be under way
+        errors = [job.error for job in jobs if job.error is not None]
         if jobs:
             recorder().add(PUSH, begin)
         if errors:

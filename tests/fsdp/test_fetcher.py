@@ -4,6 +4,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from support.members import F32, HeapGroup
 
 from odc.errors import WaitTimeoutError
-from odc.fsdp.fetcher import Fetch, Fetcher
+from odc.fsdp.fetcher import Fetch, FetchedGroup, Fetcher
+from odc.fsdp.group import OdcParamGroup
 from odc.settings import Settings
 from odc.trace import FETCH, recorder
 from odc.worker import Job
@@ -80,7 +82,9 @@ def fetching(group: HeapGroup, ahead: int) -> Iterator[tuple[Fetcher, Gated]]:
 
 
 def start(fetcher: Fetcher, group: HeapGroup, params: list[Param], unit: int = 0, *, now: bool = False) -> Fetch:
-    return fetcher.start(group.units[unit], params, now=now)  # type: ignore[arg-type]
+    fetch = fetcher.prepare(group.units[unit], params, now=now)  # type: ignore[arg-type]
+    fetch.begin()
+    return fetch
 
 
 def values(param: Param) -> list[float]:
@@ -148,6 +152,63 @@ def test_giving_up_a_fetch_under_way_waits_for_its_copy(group: HeapGroup) -> Non
         gated.open.set()
         dropping.join(60.0)
         assert [param.calls for param in params] == [["free"], ["free"]]
+
+
+@pytest.mark.parametrize("wait", ["result", "cancel"])
+def test_a_wait_that_a_signal_ends_leaves_the_fetch_to_be_dropped(
+    group: HeapGroup, monkeypatch: pytest.MonkeyPatch, wait: str
+) -> None:
+    """Ctrl-C, or a time limit whose handler raises, and a loop that goes on: the copy writes into this memory."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with fetching(group, 1) as (fetcher, gated):
+        params, unit = [Param(6), Param(1)], FetchedGroup.__new__(FetchedGroup)
+        unit.odc_fetch = fetch = start(fetcher, group, params)
+        assert gated.begun.wait(60.0)
+        with monkeypatch.context() as signalled:
+            signalled.setattr(fetch.job, wait, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                unit.await_fetch() if wait == "result" else unit.drop_fetch()
+        dropping = threading.Thread(target=unit.drop_fetch)
+        dropping.start()
+        dropping.join(0.05)
+        assert dropping.is_alive() and params[0].calls == []
+        gated.open.set()
+        dropping.join(60.0)
+        assert [param.calls for param in params] == [["free"], ["free"]] and unit.odc_fetch is None
+
+
+def test_a_unit_keeps_its_fetch_before_a_thread_can_begin_it(group: HeapGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may come as the thread is woken."""
+
+    def interrupted(job: Any) -> None:
+        raise KeyboardInterrupt
+
+    with fetching(group, 1) as (fetcher, _):
+        unit = OdcParamGroup.__new__(OdcParamGroup)
+        unit.odc_fetch, unit.odc_root, unit.odc_needed_now, unit.odc_fetcher = None, unit, False, fetcher
+        unit.odc_unit, unit.odc_params = group.units[1], [Param(3)]  # type: ignore[list-item]
+        unit.odc_minibatch = SimpleNamespace(begin=lambda: None)  # type: ignore[assignment]
+        given: Any = unit
+        given._sharded_state, given.unshard_in_backward = None, True
+        monkeypatch.setattr(fetcher._worker, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            unit.unshard()
+        assert unit.odc_fetch is not None and not unit.odc_fetch.job.over()
+        unit.drop_fetch()
+
+
+def test_a_fetch_that_is_over_is_not_kept() -> None:
+    def fail() -> None:
+        raise WaitTimeoutError("rank 1 is late", culprit=1)
+
+    unit = FetchedGroup.__new__(FetchedGroup)
+    unit.odc_fetch = Fetch(Job(fail), [], [], 1, lambda: None)
+    with pytest.raises(WaitTimeoutError):
+        unit.await_fetch()
+    assert unit.odc_fetch is None
 
 
 def test_an_error_of_the_fetch_thread_is_raised_where_the_unit_is_needed(group: HeapGroup) -> None:

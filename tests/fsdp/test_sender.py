@@ -137,6 +137,61 @@ def test_flush_waits_for_what_is_under_way_after_a_push_that_failed() -> None:
         assert [type(error) for error in raised] == [WaitTimeoutError]
 
 
+def test_a_flush_that_a_signal_ends_leaves_its_pushes_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or DONE would follow while one is under way, and its blocks be added to the next minibatch."""
+
+    def interrupted(timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with sending(overlap=True) as (sender, pusher):
+        send(sender, "a")
+        with monkeypatch.context() as signalled:
+            signalled.setattr(sender._jobs[0]._done, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sender.flush()
+        flusher = in_thread(sender.flush)
+        flusher.join(0.05)
+        assert flusher.is_alive()
+        pusher.open.set()
+        flusher.join(60.0)
+        assert not flusher.is_alive()
+
+
+def test_a_push_that_began_as_a_signal_came_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sending(overlap=True) as (sender, pusher):
+        worker = sender._worker
+        assert worker is not None
+        submit = worker.submit
+
+        def interrupted(job: Any) -> None:
+            submit(job)
+            assert pusher.first.wait(60.0)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(worker, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            send(sender, "a")
+        flusher = in_thread(sender.flush)
+        flusher.join(0.05)
+        assert flusher.is_alive()
+        pusher.open.set()
+        flusher.join(60.0)
+        assert not flusher.is_alive()
+
+
+def test_a_push_that_was_not_submitted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(job: Any) -> None:
+        raise KeyboardInterrupt
+
+    with sending(overlap=True) as (sender, pusher):
+        monkeypatch.setattr(sender._worker, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            send(sender, "a")
+        flusher = in_thread(sender.flush)
+        flusher.join(60.0)
+        assert not flusher.is_alive() and not pusher.begun
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_gradients_arrive_and_are_recorded(overlap: bool) -> None:
     with HeapGroup([[("w", 4, F32)]], 2, settings=Settings(timeout_s=60.0)) as group:
