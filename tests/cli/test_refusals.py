@@ -140,6 +140,7 @@ def test_a_model_and_data_or_the_demo_are_needed(
         (["--skip", "5"], "skip must leave a step"),
         (["--arm", "odc/full", "--per-node", "3"], "per_node must divide"),
         (["--arm", "odc/full", "--resume", "nowhere"], "resume: no checkpoint in nowhere"),
+        (["--arm", "odc/full", "--resume", "nowhere", "--output", "new"], "resume: no checkpoint in nowhere"),
     ],
 )
 def test_a_demo_that_is_refused_leaves_nothing(
