@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from odc.cli.compare import Figures, Repeats, Skip, carry_out, chosen_arms, new_folder, progress
+from odc.cli.files import writing
 from odc.cli.launched import carry_out_job, given_by_launcher, join_launcher, refuse_launcher, under_launcher
 from odc.cli.options import options_from
 from odc.errors import ConfigError
 from odc.experiments.config import JobConfig
+
+if TYPE_CHECKING:
+    from odc.experiments.multimodal.workload import MultimodalWorkload
 
 _MODEL = "mm-demo"
 _DEMO: dict[str, Any] = {"steps": 5, "minibatch_size": 12, "max_tokens": 8192, "lr": 1e-3}
@@ -77,14 +81,15 @@ def train_mm(
     _refuse_unknown([arm] if arm is not None else arms.split(",") if arms is not None else [])
     fields = {"model": model, **(_DEMO if demo else {}), **given}
     folder = Path(output or new_folder("train-mm"))
-    if "data" not in fields:
-        fields["data"] = _made_up(demo, folder, fields.get("seed", 0))
+    made_up = "data" not in fields
+    if made_up:
+        fields["data"] = _place_of_demo(demo, folder)
     if arm is None:
-        _compare(fields, per_node, arms, repeats, skip, folder, Path(json or folder / "train-mm.json"))
+        _compare(fields, made_up, per_node, arms, repeats, skip, folder, Path(json or folder / "train-mm.json"))
     elif arms is not None or json is not None or (repeats, skip) != (1, 1):
         raise ConfigError("arm trains one job; --arms, --repeats, --skip and --json are options of a comparison")
     else:
-        _train(fields | {"output": output}, per_node, arm)
+        _train(fields | {"output": output}, made_up, per_node, arm)
 
 
 def _refuse_unknown(arms: list[str]) -> None:
@@ -95,19 +100,34 @@ def _refuse_unknown(arms: list[str]) -> None:
             raise ConfigError(f"arm must be one of {', '.join(MultimodalWorkload.arms)}, not {arm.strip()!r}")
 
 
-def _made_up(demo: bool, folder: Path, seed: int) -> str:
-    """Writes the demo's corpus below `folder`; returns its path."""
+def _place_of_demo(demo: bool, folder: Path) -> str:
+    """The path of the demo's corpus, which is still to be written."""
     if not demo:
         raise ConfigError("data: say which (--data), or run the demo (--demo)")
     if (launcher := under_launcher()) is not None:
         raise ConfigError(f"demo: its corpus is made before ranks start; under {launcher} say which data (--data)")
+    return str(folder / "corpus" / "corpus.jsonl")
+
+
+def _make_up(workload: MultimodalWorkload) -> None:
+    """Writes the demo's corpus where the job reads it, once nothing that was asked for is refused."""
     from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
 
-    return str(write_corpus(folder / "corpus", CorpusConfig(seed=seed)))
+    workload.check()
+    folder = Path(workload.job.data).parent
+    with writing("output", folder):
+        write_corpus(folder, CorpusConfig(seed=workload.job.seed))
 
 
 def _compare(
-    fields: dict[str, Any], per_node: int, arms: str | None, repeats: int, skip: int, folder: Path, figures: Path
+    fields: dict[str, Any],
+    made_up: bool,
+    per_node: int,
+    arms: str | None,
+    repeats: int,
+    skip: int,
+    folder: Path,
+    figures: Path,
 ) -> None:
     refuse_launcher("a comparison by odc train-mm")
     show = progress("train-mm")
@@ -118,10 +138,12 @@ def _compare(
 
     job = MultimodalConfig(JobConfig(**fields, output=str(folder)), per_node=per_node)
     config = CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen_arms(arms))
+    if made_up:
+        _make_up(config.workload)
     carry_out(config, figures, show, lambda found, _: [table(found)])
 
 
-def _train(fields: dict[str, Any], per_node: int, arm: str) -> None:
+def _train(fields: dict[str, Any], made_up: bool, per_node: int, arm: str) -> None:
     from odc.experiments.multimodal.config import MultimodalConfig
     from odc.experiments.multimodal.workload import MultimodalWorkload
 
@@ -132,6 +154,9 @@ def _train(fields: dict[str, Any], per_node: int, arm: str) -> None:
     job: Any = JobConfig(**fields, arm=transport)  # type: ignore[arg-type]
     if not each:
         print(f"odc train-mm: {arm}, {job.ranks} ranks, {job.steps} steps", file=sys.stderr, flush=True)
-    result = carry_out_job(MultimodalWorkload(MultimodalConfig(job, balance, per_node)), each)  # type: ignore[arg-type]
+    workload = MultimodalWorkload(MultimodalConfig(job, balance, per_node))  # type: ignore[arg-type]
+    if made_up:
+        _make_up(workload)
+    result = carry_out_job(workload, each)
     if result is not None:
         print(result.summary())

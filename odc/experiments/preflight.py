@@ -76,9 +76,10 @@ def check_output(output: str | None, resume: str | None, name: str = "output") -
     """
     if output is not None:
         _refuse_other_run(Path(output), resume, name)
-        writable_folder(Path(output), name)
     if resume is not None:
         find_checkpoint(Path(resume))
+    if output is not None:
+        writable_folder(Path(output), name)
 
 
 def _refuse_other_run(output: Path, resume: str | None, name: str) -> None:

@@ -131,3 +131,31 @@ def test_a_model_and_data_or_the_demo_are_needed(
 ) -> None:
     assert odc(*arguments) == 2
     assert capfd.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "steps must be a whole number, 1 or more"),
+        (["--skip", "5"], "skip must leave a step"),
+        (["--arm", "odc/full", "--per-node", "3"], "per_node must divide"),
+        (["--arm", "odc/full", "--resume", "nowhere"], "resume: no checkpoint in nowhere"),
+        (["--arm", "odc/full", "--resume", "nowhere", "--output", "new"], "resume: no checkpoint in nowhere"),
+    ],
+)
+def test_a_demo_that_is_refused_leaves_nothing(
+    options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("soundfile", reason="needs the multimodal extra")
+    monkeypatch.chdir(tmp_path)
+    assert odc("train-mm", "--demo", *options) == 2
+    assert message in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_demo_whose_folder_cannot_be_made_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("soundfile", reason="needs the multimodal extra")
+    (tmp_path / "file").touch()
+    for more in ([], ["--arm", "odc/full"]):
+        assert odc("train-mm", "--demo", "--output", tmp_path / "file", *more) == 2
+        assert capfd.readouterr().err.splitlines()[-1].startswith("odc: output: cannot write to ")

@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 Unreadable = Literal["error", "skip"]
 
+_UNREADABLE_JSON = (ValueError, RecursionError)  # also integers of too many digits; too many brackets in each other
 _JSON, _JSONL = ".json", (".jsonl", ".ndjson", ".jsonlines")
 _PARQUET = ".parquet"
 _TABLES = (".csv", ".tsv")
@@ -189,8 +190,8 @@ def _json(path: Path, text: str) -> Iterator[RawDocument]:
         return _lines(path, text)
     try:
         return _rows(path, json.loads(text))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path} is not JSON: {error}") from error
+    except _UNREADABLE_JSON as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def _lines(path: Path, text: str) -> Iterator[RawDocument]:
@@ -200,8 +201,9 @@ def _lines(path: Path, text: str) -> Iterator[RawDocument]:
         name = f"{path.name}:{number}"
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error.msg}") from error
+        except _UNREADABLE_JSON as error:
+            why = getattr(error, "msg", error)
+            raise DataError(f"{path}, line {number} cannot be read as JSON: {why}") from error
         yield RawDocument(name, content_of(row, f"{path}, line {number}"))
 
 

@@ -41,7 +41,7 @@ def write_corpus(folder: Path, config: CorpusConfig) -> Path:
 
     The same config gives the same content. Raises OdcError naming the extra if Pillow or soundfile is missing.
     """
-    draw = np.random.RandomState(config.seed)
+    draw = np.random.RandomState(config.seed % (1 << 32))  # it takes no larger one
     (folder / "media").mkdir(parents=True, exist_ok=True)
     names, shares = list(TASKS), list(TASKS.values())
     lines = []

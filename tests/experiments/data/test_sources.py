@@ -97,7 +97,8 @@ def test_a_file_of_json_holds_rows(tmp_path: Path):
     for text, message in (
         ('[{"instruction": "q", "output": "a"}]', "row 0 has neither"),
         ('{"data": [{"text": "a"}]}', "line 1 has neither"),
-        ("[{", r"data\.json is not JSON"),
+        ("[{", r"data\.json cannot be read as JSON"),
+        (f'[{{"text": "a", "n": {"9" * 5000}}}]', r"data\.json cannot be read as JSON: Exceeds the limit"),
         ("[]", "holds no documents"),
     ):
         path.write_text(text)
@@ -129,7 +130,9 @@ def test_jsonl_of_text_and_messages(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is not JSON"),
+        ("{", "line 2 cannot be read as JSON: Expecting"),
+        pytest.param(f"[{'9' * 5000}]", "line 2 cannot be read as JSON: Exceeds the limit", id="digits"),
+        pytest.param("[" * 100_000, "line 2 cannot be read as JSON: maximum recursion", id="brackets"),
         ("[1]", "line 2 has neither 'messages', 'prompt' and 'completion', or 'text'"),
         ('{"prompt": "x"}', "line 2 has neither"),
         ('{"prompt": "x", "completion": []}', "must both be strings, or both lists of messages, not str and list"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,11 @@ def test_corpus_is_the_same_from_the_same_seed_and_incoherent(tmp_path: Path) ->
     for modality in ("image", "audio"):
         has = [bool(example.media(modality)) for example in examples]  # type: ignore[arg-type]
         assert any(has) and not all(has)
+
+
+def test_a_seed_of_a_job_may_be_larger_than_32_bits(tmp_path: Path) -> None:
+    paths = [write_corpus(tmp_path / str(seed), replace(CORPUS, seed=seed)) for seed in (1 << 32, (1 << 32) + 1)]
+    assert paths[0].read_text() != paths[1].read_text()
 
 
 def test_patches_keep_blocks_together(tmp_path: Path) -> None:
