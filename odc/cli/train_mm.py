@@ -114,9 +114,10 @@ def _make_up(workload: MultimodalWorkload) -> None:
     from odc.experiments.multimodal.corpus import CorpusConfig, write_corpus
 
     workload.check()
-    folder = Path(workload.job.data).parent
+    job = workload.config.job
+    folder = Path(job.data).parent
     with writing("output", folder):
-        write_corpus(folder, CorpusConfig(seed=workload.job.seed))
+        write_corpus(folder, CorpusConfig(seed=job.seed))
 
 
 def _compare(
@@ -136,10 +137,10 @@ def _compare(
     from odc.experiments.multimodal.config import MultimodalConfig
     from odc.experiments.multimodal.workload import MultimodalWorkload, table
 
-    job = MultimodalConfig(JobConfig(**fields, output=str(folder)), per_node=per_node)
-    config = CompareConfig(MultimodalWorkload(job), repeats=repeats, skip=skip, **chosen_arms(arms))
+    workload = MultimodalWorkload(MultimodalConfig(JobConfig(**fields, output=str(folder)), per_node=per_node))
+    config = CompareConfig(workload, repeats=repeats, skip=skip, **chosen_arms(arms))
     if made_up:
-        _make_up(config.workload)
+        _make_up(workload)
     carry_out(config, figures, show, lambda found, _: [table(found)])
 
 

@@ -125,15 +125,15 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_reader_gets_the_whole_state_dict(ranks: Pools, name: str) -> None:
-    ranks(2).run(reads_a_trained_model, *CASES[name], timeout=240)
+    ranks(2).run(reads_a_trained_model, *CASES[name], timeout=800)
 
 
 def test_ranks_of_this_host_are_mapped_and_others_read_over_the_network(
     device: torch.device, request: pytest.FixtureRequest
 ) -> None:
     """Into the same tensors of a device; of others readers keep a copy, as hosts exchange changes."""
-    pools, settings = request.getfixturevalue("host_ranks"), Settings(timeout_s=120.0, changes="on")
-    pools(2, 2).run(reads_a_trained_model, CASES["plain"][0], {"settings": settings}, timeout=240)
+    pools, settings = request.getfixturevalue("host_ranks"), Settings(timeout_s=600.0, changes="on")
+    pools(2, 2).run(reads_a_trained_model, CASES["plain"][0], {"settings": settings}, timeout=800)
 
 
 def reads_over_the_network(rank: int, world: int) -> None:
@@ -156,7 +156,7 @@ def reads_over_the_network(rank: int, world: int) -> None:
 
 
 def test_a_reader_without_a_gpu_reads_over_the_network(ranks: Pools) -> None:
-    ranks(2).run(reads_over_the_network, timeout=240)
+    ranks(2).run(reads_over_the_network, timeout=800)
 
 
 def reads_changes_over_the_network(rank: int, world: int) -> None:
@@ -191,7 +191,7 @@ def reads_changes_over_the_network(rank: int, world: int) -> None:
 
 
 def test_a_reader_over_the_network_reads_what_has_changed_on_the_device(ranks: Pools) -> None:
-    ranks(2).run(reads_changes_over_the_network, timeout=240)
+    ranks(2).run(reads_changes_over_the_network, timeout=800)
 
 
 # versions ------------------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def publishes_in_the_midst(rank: int, world: int, second: bool, times: int) -> t
 def test_a_copy_is_overtaken_by_what_overwrites_it(
     ranks: Pools, second: bool, times: int, expected: tuple[int, int]
 ) -> None:
-    assert ranks(1).run(publishes_in_the_midst, second, times, timeout=240) == [expected]
+    assert ranks(1).run(publishes_in_the_midst, second, times, timeout=800) == [expected]
 
 
 def reads_behind_other_work(rank: int, world: int) -> None:
@@ -262,4 +262,4 @@ def reads_behind_other_work(rank: int, world: int) -> None:
 
 
 def test_a_read_waits_for_its_stream_before_it_takes_a_copy_for_whole(ranks: Pools) -> None:
-    ranks(1).run(reads_behind_other_work, timeout=240)
+    ranks(1).run(reads_behind_other_work, timeout=800)
