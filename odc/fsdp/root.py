@@ -109,6 +109,11 @@ class Root:
 
     def before_forward(self) -> None:
         """The root's module is about to run: count the microbatch, refuse weights changed since they were published."""
+        if self.member.forked:  # whose copy of the heap reads as zeros
+            raise UnsupportedError(
+                f"rank {self.rank}: a process that was forked from it, as a data loader's workers are, cannot run its "
+                "model: run it in the rank itself"
+            )
         protocol = self.member.protocol
         protocol.touch("beginning a forward")
         self.minibatch.recover()
