@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +134,19 @@ def test_losses_are_those_of_fsdp2(ranks, tmp_path, changes: dict[str, dict[str,
     for a, b in zip(ours, theirs, strict=True):
         assert a == pytest.approx(b, rel=close), (ours, theirs)
         assert a[0] == pytest.approx(b[0], rel=1e-3)
+
+
+def test_a_checkpoint_resumes_on_odc_and_on_fsdp2(ranks, tmp_path) -> None:
+    saving = {"enable": True, "interval": 2, "last_save_model_only": False}
+    changes = {"checkpoint": saving, "training": {"steps": 4}}
+    whole, _ = ranks(2).run(train, True, tmp_path, changes, timeout=500)[0]
+    shutil.rmtree(tmp_path / "checkpoint" / "step-4")
+    shutil.copytree(tmp_path / "checkpoint", tmp_path / "fsdp2" / "checkpoint")
+    ours, _ = ranks(2).run(train, True, tmp_path, changes, timeout=500)[0]
+    theirs, _ = ranks(2).run(train, False, tmp_path / "fsdp2", changes, timeout=500)[0]
+    assert len(whole) == 4 and ours == whole[2:]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a == pytest.approx(b, rel=1e-3)
 
 
 def refused(rank: int, world: int, folder: Path) -> list[str]:
