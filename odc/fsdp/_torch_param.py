@@ -38,10 +38,15 @@ class ShardedParam:
         return self._param._orig_size
 
     @property
+    def holders(self) -> tuple[nn.Module, ...]:
+        """The modules that have it as a parameter of their own: one, or several that share it."""
+        info = self._param._module_info
+        return (info.module, *info.shared_modules)
+
+    @property
     def embeds(self) -> bool:
         """Whether an `nn.Embedding` holds the parameter, perhaps beside other modules."""
-        info = self._param._module_info
-        return any(isinstance(holder, nn.Embedding) for holder in (info.module, *info.shared_modules))
+        return any(isinstance(holder, nn.Embedding) for holder in self.holders)
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -107,6 +107,8 @@ def fully_shard(
     )
     for group in compat.groups_of_state(compat.state_of(cast(compat.FSDPModule, modules[0]))):
         adopt(group, root_above, node_size)
+        for part in {holder for param in params_of(group) for holder in param.holders} - set(modules):
+            part.register_load_state_dict_pre_hook(_before_load)  # weights of this part alone may be loaded
     for one in modules:
         _hook(one)
     register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), settings)
@@ -299,8 +301,6 @@ def _has_parameters(module: compat.FSDPModule) -> bool:
 
 def _before_load(module: nn.Module, *unused: Any) -> None:
     """New weights are coming: an epoch of evaluation ends, so that the next forward publishes them."""
-    state = compat.state_of(cast(compat.FSDPModule, module))
     for root in live_roots():
-        if any(group in root.groups for group in compat.groups_of_state(state)) or root.state is state:
-            if root.minibatch.state is not RootState.CLOSED:
-                root.minibatch.close_evaluation("load_state_dict()")
+        if root.minibatch.state is not RootState.CLOSED and root.has(module):
+            root.minibatch.close_evaluation("load_state_dict()")

@@ -128,6 +128,13 @@ class Root:
         self.minibatch.last.forward()
         self.fetcher.restart()
 
+    def has(self, module: nn.Module) -> bool:
+        """Whether `module` is sharded in this tree, or has a sharded parameter of its own."""
+        if isinstance(module, compat.FSDPModule) and compat.state_of(module) is self.state:
+            return True
+        parts = (part for group in self.groups for param in group.odc_params for part in param.holders)
+        return any(module in group.modules for group in self.groups) or module in parts
+
     def holds_any(self, ids: set[int]) -> bool:
         """Whether `ids` has the `id()` of a sharded parameter; for most optimizers the first one decides."""
         return bool(ids) and any(id(param.parameter) in ids for group in self.groups for param in group.odc_params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import time
 from typing import Any
@@ -138,6 +139,21 @@ def test_a_load_with_gradients_still_on_their_way_loads_nothing(rank: int, world
     model.finish_minibatch()
     model.load_state_dict(loaded)
     assert model.scale.item() == 2.0
+
+
+@on_ranks(2)
+def test_weights_of_a_part_of_a_unit_are_loaded_after_an_evaluation(rank: int, world: int) -> None:
+    """As of a head that belongs to the root: its own `load_state_dict` ends the evaluation, as the model's does."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model: Any = copy.deepcopy(plain)
+    fully_shard(model)
+    x = torch.arange(8.0).view(2, 4)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+        model[1].load_state_dict({name: 3 * value for name, value in model[1].state_dict().items()})
+        plain[1].load_state_dict({name: 3 * value for name, value in plain[1].state_dict().items()})
+        assert torch.equal(model(x), plain(x))
 
 
 @on_ranks(2)
