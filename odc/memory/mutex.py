@@ -97,7 +97,11 @@ class RobustMutex:
         """
         code = _pthread().try_lock(self._address)
         if code == errno.ETIMEDOUT:
-            code = self._wait(timeout_s, check)
+            try:
+                code = self._wait(timeout_s, check)
+            except BaseException:
+                _pthread().unlock(self._address)  # taken, if a signal's handler raised just then; else an error code
+                raise
         if code:
             self._refuse(code, timeout_s)
 

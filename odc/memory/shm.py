@@ -95,7 +95,13 @@ class ShmHeap(NamedHeap):
         table = Request(LAYOUT_REGION, _LENGTH.size + len(text))
         layout = Layout.build([table, *self._requests.values()], fingerprint)
         self._refuse_if_too_large(layout.nbytes, layout)
-        fd = self._create(layout.nbytes)
+        try:
+            fd = self._create(layout.nbytes)
+        except OSError as error:
+            raise HeapMemoryError(
+                f"{self._who()}: the kernel makes no memory file of {layout.nbytes / _MIB:.1f} MiB for the heap: "
+                f"{error}; look at `ulimit -f` and `ulimit -n`"
+            ) from error
         try:
             mapping = self._map(fd, layout)
         except BaseException:

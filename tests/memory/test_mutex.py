@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import threading
 import time
 import uuid
@@ -84,6 +85,23 @@ def test_what_is_checked_while_a_lock_is_held_ends_the_wait(lock: RobustMutex) -
     in_thread(wait)
     lock.release()
     assert asked == [1, 1], "never of a lock that is free"
+
+
+def test_a_signal_as_the_lock_is_taken_leaves_it_free(lock: RobustMutex, monkeypatch) -> None:
+    """What its handler raises comes once the call has returned, with the lock held, before anything knows of it."""
+    pthread = mutex._pthread()
+
+    def taken_as_a_signal_comes(address: int, seconds: float) -> int:
+        assert pthread.try_lock(address) == 0
+        raise KeyboardInterrupt
+
+    late = pthread._replace(try_lock=lambda address: errno.ETIMEDOUT, lock_for=taken_as_a_signal_comes)
+    with monkeypatch.context() as patched:
+        patched.setattr(mutex, "_pthread", lambda: late)
+        with pytest.raises(KeyboardInterrupt):
+            lock.acquire(1.0)
+    lock.acquire(0.0)
+    lock.release()
 
 
 def test_the_wall_clock_will_do_where_libc_has_nothing_better(lock: RobustMutex, monkeypatch) -> None:

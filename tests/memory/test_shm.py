@@ -9,6 +9,7 @@ import gc
 import mmap
 import os
 import re
+import resource
 import threading
 import time
 
@@ -55,6 +56,21 @@ def test_a_kernel_that_refuses_is_a_clear_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(HeapMemoryError, match=r"needs 8\.0 MiB .* 64\.0 MiB free, but the kernel refuses.*memory"):
         heap.seal()
     gc.collect()
+    assert not mapped("lone")
+
+
+def test_a_limit_on_the_size_of_files_is_a_clear_error() -> None:
+    heap = lone(lambda: FreeMemory(64 * MIB, "the machine"))
+    heap.allocate("data", 8 * MIB)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
+    try:
+        with pytest.raises(
+            HeapMemoryError, match=r"rank 0, .* no memory file of 8\.0 MiB .*too large; look at `ulimit -f`"
+        ):
+            heap.seal()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not mapped("lone")
 
 
