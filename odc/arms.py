@@ -100,9 +100,11 @@ class Arm:
         own = [sum(1 for microbatch in microbatches if microbatch) for microbatches in plan.ranks]
         return counts_with_dummies(self.transport, own)
 
-    def predicted_bubble(self, plan: Plan) -> float:
-        """The bubble that the plan's cost model predicts for this arm's barriers."""
-        return plan.bubble_per_microbatch if self.transport == "collectives" else plan.bubble
+    def predicted_bubble(self, plan: Plan, per_node: int) -> float:
+        """The bubble that the plan's cost model predicts for this arm's barriers, `per_node` ranks to a node."""
+        if self.transport != "collectives":
+            return plan.bubble
+        return plan.bubble_within(per_node) if self.within_node else plan.bubble_per_microbatch
 
 
 def counts_with_dummies(transport: Transport, own: Sequence[int]) -> list[int]:

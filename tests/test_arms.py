@@ -96,7 +96,15 @@ def test_the_prediction_fits_how_often_ranks_meet() -> None:
     assert plan.bubble < plan.bubble_per_microbatch
     for name in ARM_NAMES:
         expected = plan.bubble_per_microbatch if ARMS[name].transport == "collectives" else plan.bubble
-        assert ARMS[name].predicted_bubble(plan) == expected
+        assert ARMS[name].predicted_bubble(plan, 2) == expected
+
+
+def test_ranks_of_one_node_do_not_meet_those_of_another_in_a_hybrid_arm() -> None:
+    """The nodes end together, though all their microbatches differ: 10 and 1 on one, 1 and 10 on the other."""
+    ranks = [[[0], [1]], [[2], [3]], [[4], [5]], [[6], [7]]]
+    plan = Plan.of(ranks, [10, 1, 10, 1, 1, 10, 1, 10])
+    assert ARMS["fsdp2"].predicted_bubble(plan, 2) == pytest.approx(1 - 11 / 20)
+    assert ARMS["fsdp2-hybrid"].predicted_bubble(plan, 2) == 0.0
 
 
 def test_the_page_defines_every_arm_as_the_table_has_it() -> None:

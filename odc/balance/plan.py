@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from odc.balance.bound import lower_bound
@@ -81,9 +82,11 @@ class Plan:
     @property
     def stepped(self) -> float:
         """Predicted step time with a barrier per microbatch, counts padded to the maximum: sum of the maxima."""
-        steps = max(len(costs) for costs in self.costs)
-        together = sum(max(costs[m] if m < len(costs) else 0.0 for costs in self.costs) for m in range(steps))
-        return max(self.split_ends) + together
+        return self._stepped_within(len(self.costs))
+
+    def _stepped_within(self, node: int) -> float:
+        nodes = [self.costs[first : first + node] for first in range(0, len(self.costs), node)]
+        return max(self.split_ends) + max(sum(map(max, zip_longest(*costs, fillvalue=0.0))) for costs in nodes)
 
     @property
     def bubble(self) -> float:
@@ -94,6 +97,10 @@ class Plan:
     def bubble_per_microbatch(self) -> float:
         """Predicted share of device time spent waiting with one barrier per microbatch."""
         return self._idle_share(self.stepped)
+
+    def bubble_within(self, node: int) -> float:
+        """As `bubble_per_microbatch`, where each `node` ranks in a row meet by themselves, and all ranks at the end."""
+        return self._idle_share(self._stepped_within(node))
 
     @property
     def bubble_bound(self) -> float:

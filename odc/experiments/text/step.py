@@ -183,7 +183,7 @@ class TextTrainer(Trainer):
             counts=counts,
             dummies=sum(counts) - len(queue_of(plan)) - pieces,
             step_s=(recorder().now() - start) * NS,
-            plan_bubble=self.arm.predicted_bubble(plan),
+            plan_bubble=self.arm.predicted_bubble(plan, self.config.per_node),
             bound_bubble=plan.bubble_bound,
             retried=retried,
             pieces=pieces,
