@@ -104,9 +104,10 @@ def _filters(bins: int) -> NDArray[np.float64]:
 
 
 def _open_image(path: Path) -> Any:
+    library = pillow("reading")
     try:
-        return pillow("reading").open(path)
-    except OSError as error:
+        return library.open(path)
+    except (OSError, library.DecompressionBombError) as error:
         raise DataError(f"image {path}: {error}") from error
 
 

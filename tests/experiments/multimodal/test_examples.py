@@ -160,6 +160,13 @@ def test_an_undecodable_image_is_named(tmp_path: Path) -> None:
         patches(tmp_path / "cut.png", (4, 6), patch=4, merge=2)
 
 
+def test_an_image_that_pillow_takes_for_a_bomb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image(tmp_path, 30, 20)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 250)
+    with pytest.raises(DataError, match=r"30x20\.png: Image size \(600 pixels\) exceeds limit"):
+        image_grid(tmp_path / "30x20.png", 8, 1600)
+
+
 def test_a_clip_that_is_not_as_long_as_its_header_says_is_named(tmp_path: Path) -> None:
     """As a compressed file whose end is missing."""
     path = write(tmp_path, [clip(tmp_path, 0.5)])
