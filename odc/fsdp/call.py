@@ -107,8 +107,6 @@ def fully_shard(
     )
     for group in compat.groups_of_state(compat.state_of(cast(compat.FSDPModule, modules[0]))):
         adopt(group, root_above, node_size)
-        for part in {holder for param in params_of(group) for holder in param.holders} - set(modules):
-            part.register_load_state_dict_pre_hook(_before_load)  # weights of this part alone may be loaded
     for one in modules:
         _hook(one)
     register(modules, tuple(int(r) for r in mesh.mesh.flatten().tolist()), settings)
@@ -127,7 +125,10 @@ def _hook(module: nn.Module) -> None:
     before: Any = torch.compiler.disable(_before_forward)
     module.register_forward_pre_hook(before, prepend=True)
     hook_methods(cast(compat.FSDPModule, module), before)
-    module.register_load_state_dict_pre_hook(_before_load)
+    groups = compat.groups_of_state(compat.state_of(cast(compat.FSDPModule, module)))
+    parts = (holder for group in groups for param in params_of(group) for holder in param.holders)
+    for part in {module, *parts}:  # the weights of a part alone may be loaded, too
+        part.register_load_state_dict_pre_hook(_before_load)
 
 
 def _watch_exit() -> None:
