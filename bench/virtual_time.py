@@ -247,6 +247,7 @@ class VirtualTime:
             Semaphore=Semaphore,
             Condition=Condition,
             Lock=threading.Lock,
+            RLock=threading.RLock,
             Thread=Thread,
             current_thread=threading.current_thread,
             excepthook=threading.excepthook,

@@ -39,12 +39,12 @@ def steps(recomputed: bool, world: int, monkeypatch: pytest.MonkeyPatch) -> list
     """Of each step: units that are held at the end of forward beside the root's, and fetches until then and in all."""
     begun: list[str] = []
 
-    def start(self: Fetcher, unit: Any, *args: Any, **options: Any) -> Any:
+    def prepare(self: Fetcher, unit: Any, *args: Any, **options: Any) -> Any:
         begun.append(unit.name)
         return real(self, unit, *args, **options)
 
-    real = Fetcher.start
-    monkeypatch.setattr(Fetcher, "start", start)
+    real = Fetcher.prepare
+    monkeypatch.setattr(Fetcher, "prepare", prepare)
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Layer(recomputed) for _ in range(LAYERS)))
     for layer in model:

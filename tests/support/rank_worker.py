@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import pickle
 import signal
@@ -34,9 +35,20 @@ def perform(rank: int, world: int, where: tuple[str, str, str], args: bytes) -> 
     if "odc.trace.recorder" in sys.modules:
         # A model that was dropped within a minibatch leaves its window open, which hides all later ones.
         sys.modules["odc.trace.recorder"]._process_recorder = None  # type: ignore[attr-defined]
+    _drop_aborted()
     function = load(*where)
     body = getattr(function, "on_rank", function)  # of a test that `support.on_ranks` has decorated
     return body(rank, world, *pickle.loads(args))
+
+
+def _drop_aborted() -> None:
+    """Models of an earlier test whose job was aborted: they stay until garbage is collected, and end what waits."""
+    if "odc.fsdp.root" in sys.modules:
+        from odc.fsdp.root import live_roots
+        from odc.protocol import Word
+
+        if any(one.layout.mine.board.load(Word.ABORT) for one in live_roots()):
+            gc.collect()
 
 
 def check_protocol() -> None:
