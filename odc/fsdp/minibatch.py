@@ -245,11 +245,11 @@ class Minibatch:
     def _abandon(self, reason: str, *, ends: bool) -> AbandonedMinibatchError | None:
         if self.state is not RootState.OPEN:
             return None
-        self._iteration.reset(self._groups)
-        if not (self._trains or self.explicit or self.manual):  # nothing of a frozen model is lost
-            return None
-        self._give_up(reason)
-        if not ends:
+        loses = self._trains or self.explicit or self.manual  # nothing of a frozen model is lost
+        if loses:
+            self._give_up(reason)
+        self._iteration.reset(self._groups)  # only now: it forgets that a backward was cut short
+        if not (loses and ends):
             return None
         self._close()
         return self.collect()
