@@ -60,7 +60,7 @@ __all__ = [
 _ON_CLASS: dict[type, tuple[str, ...]] = {
     FSDPParamGroup: (
         "unshard", "wait_for_unshard", "pre_forward", "pre_backward", "post_backward", "finalize_backward",
-        "_to_unsharded", "_to_sharded", "is_unsharded", "_record_post_forward",
+        "_to_unsharded", "_to_sharded", "is_unsharded", "is_sharded", "_record_post_forward",
     ),
     FSDPState: ("_lazy_init",),
     FSDPParam: (
@@ -76,7 +76,7 @@ _ON_CLASS: dict[type, tuple[str, ...]] = {
 _STORED: dict[tuple[type, str], tuple[str, ...]] = {
     (FSDPParamGroup, "__init__"): (
         "fsdp_params", "mesh_info", "comm_ctx", "reduce_grads", "gradient_divide_factor", "unshard_in_backward",
-        "_training_state", "_module_fqn", "modules", "device",
+        "_training_state", "_sharded_state", "_module_fqn", "modules", "device",
     ),
     (FSDPState, "__init__"): ("_is_root", "_state_ctx", "_comm_ctx", "_training_state", "_modules_to_run_forward"),
     (FSDPState, "init"): ("_modules",),
@@ -170,10 +170,22 @@ def groups_of_root(state: FSDPState) -> list[FSDPParamGroup]:
 
 
 class UnorderedGroup(FSDPParamGroup):
-    """A parameter group that notes no order of forwards, which torch forgets only at the end of a last backward."""
+    """A parameter group that notes no order of forwards, which torch forgets only at the end of a last backward. Amid
+    `_to_sharded` and `_to_unsharded` it is neither: the next of them changes all that one, cut short, has left.
+    """
 
     def _record_post_forward(self) -> None:
         """Nothing: odc fetches ahead in an order of its own."""
+
+    def _to_sharded(self) -> None:
+        if not self.is_sharded:
+            self._sharded_state = cast(Any, None)
+            super()._to_sharded()
+
+    def _to_unsharded(self) -> None:
+        if not self.is_unsharded:
+            self._sharded_state = cast(Any, None)
+            super()._to_unsharded()
 
 
 class Iteration:

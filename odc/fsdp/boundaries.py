@@ -69,13 +69,23 @@ def _end_together(machines: list[Minibatch]) -> AbandonedMinibatchError | None:
     return next((error for error in errors if error is not None), None)
 
 
+@contextlib.contextmanager
+def ended_by_caller(machine: Minibatch) -> Iterator[None]:
+    """Inside, no backward ends a minibatch, whatever it is marked as."""
+    before, machine.explicit = machine.explicit, True
+    try:
+        yield
+    finally:
+        machine.explicit = before
+
+
 def finish(module: compat.FSDPModule) -> None:
     """See `OdcModule.finish_minibatch`."""
     root = root_of(module)
     machine = root.minibatch
     if machine.explicit:
         raise OdcError(f"rank {root.rank}: finish_minibatch() inside `with model.minibatch()`, which ends it by itself")
-    with machine.ended_by_caller():  # which gives up a backward that was cut short here, not before
+    with ended_by_caller(machine):  # which gives up a backward that was cut short here, not before
         abandoned = _end_together([machine])
     if abandoned is not None:
         raise abandoned

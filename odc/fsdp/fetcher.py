@@ -143,21 +143,24 @@ class FetchedGroup(compat.UnorderedGroup):
     odc_fills_unused: bool
 
     def await_fetch(self) -> None:
-        """Return when the fetch under way is over. It is kept while a thread copies for it: a signal's handler may
-        raise here, and the memory must not be freed before that thread has ended.
-        """
-        assert self.odc_fetch is not None
-        try:
-            self.odc_fetch.wait()
-        finally:
-            if self.odc_fetch.job.over():
-                self.odc_fetch = None
+        """Return when the fetch under way is over."""
+        self._end_fetch(Fetch.wait)
 
     def drop_fetch(self) -> None:
         """Give up a fetch for which no thread waited: its values are of an epoch that ends."""
         if self.odc_fetch is not None:
-            self.odc_fetch.drop()
-            self.odc_fetch = None  # as in `await_fetch`, only now
+            self._end_fetch(Fetch.drop)
+
+    def _end_fetch(self, how: Callable[[Fetch], None]) -> None:
+        """A signal's handler may raise here. The fetch is kept while a thread copies for it, as the memory must not be
+        freed before; and no longer, as one that was dropped would pass for one that has filled its memory.
+        """
+        assert self.odc_fetch is not None
+        try:
+            how(self.odc_fetch)
+        finally:
+            if self.odc_fetch.job.over():
+                self.odc_fetch = None
 
     def give_up(self) -> None:
         """After an interrupted forward or backward: drop its fetch and its gradients, free the unsharded parameters."""

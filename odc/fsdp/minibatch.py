@@ -76,15 +76,6 @@ class Minibatch:
         """Whether a backward that is marked as the last ends the minibatch; one through a frozen model never does."""
         return self._trains and not (self.explicit or self.manual)
 
-    @contextlib.contextmanager
-    def ended_by_caller(self) -> Iterator[None]:
-        """Inside, no backward ends a minibatch, whatever it is marked as."""
-        before, self.explicit = self.explicit, True
-        try:
-            yield
-        finally:
-            self.explicit = before
-
     def refuse_capture(self) -> None:
         """UnsupportedError while a CUDA graph is being captured."""
         refusals.refuse_capture(self._who(), self._member.layout.heap.device)
@@ -108,11 +99,12 @@ class Minibatch:
             self._member.layout.heap.lanes.follow(stepped)  # an optimizer on another stream may still write the shards
         shards = [[param.shard() for param in group.odc_params] for group in self._groups]
         self._collector.release_accumulators()
-        self._member.shards.publish(shards, self._collector.dirty)
-        self._collector.dirty = [False] * len(self._groups)
-        self._protocol.reset_microbatches()
-        self.last.begin()
-        self._set(RootState.OPEN)
+        with self._failing(lambda: not self._protocol.is_done(self._member.grid.me)):
+            self._member.shards.publish(shards, self._collector.dirty)
+            self._collector.dirty = [False] * len(self._groups)
+            self._protocol.reset_microbatches()
+            self.last.begin()
+            self._set(RootState.OPEN)
 
     def _end(self, *, keep_window: bool) -> None:
         """The open epoch has ended; an evaluation or an abandoned minibatch leaves no window in the trace."""
@@ -199,8 +191,12 @@ class Minibatch:
             wait()
         self._member.protocol.attach_all()  # before DONE: a peer may end right after it has seen DONE
         given_up = self.current.given_up
-        self._member.done(Outcome.TRAINED if given_up is None else Outcome.ABANDONED, given_up or "")
-        self._set(RootState.FINISHING)
+        self._done(Outcome.TRAINED if given_up is None else Outcome.ABANDONED, given_up or "")
+
+    def _done(self, outcome: Outcome, reason: str = "") -> None:
+        with self._failing(lambda: self._protocol.is_done(self._member.grid.me)):
+            self._member.done(outcome, reason)
+            self._set(RootState.FINISHING)
 
     def _flush(self) -> None:
         """Return when everything sent is posted. A push cut short gives the minibatch up; a lost peer raises."""
@@ -220,13 +216,9 @@ class Minibatch:
         """
         if self.state is not RootState.FINISHING:
             raise OdcError(f"rank {self._rank}: collect() without done() in epoch {self.epoch}")
-        try:
+        with self._failing(lambda: True):
             abandoned = self._collector.collect(self._who())
             self._end(keep_window=abandoned is None)
-        except BaseException as error:
-            self._set(RootState.FAILED)
-            self.abort(error)
-            raise
         return abandoned
 
     def collect_or_raise(self) -> None:
@@ -253,11 +245,11 @@ class Minibatch:
     def _abandon(self, reason: str, *, ends: bool) -> AbandonedMinibatchError | None:
         if self.state is not RootState.OPEN:
             return None
-        self._iteration.reset(self._groups)
-        if not (self._trains or self.explicit or self.manual):  # nothing of a frozen model is lost
-            return None
-        self._give_up(reason)
-        if not ends:
+        loses = self._trains or self.explicit or self.manual  # nothing of a frozen model is lost
+        if loses:
+            self._give_up(reason)
+        self._iteration.reset(self._groups)  # only now: it forgets that a backward was cut short
+        if not (loses and ends):
             return None
         self._close()
         return self.collect()
@@ -272,9 +264,8 @@ class Minibatch:
         """Clear torch's state after an exception that the training loop has caught; outside of a backward.
 
         An interrupted forward has pushed nothing and costs its microbatch. An interrupted backward costs the minibatch,
-        as part of its gradients is at their owners already; one that has not reached the model leaves no trace. In a
-        plain loop the minibatch ends here only if that backward was marked as the last; otherwise the backward that is
-        marked so ends it, and raises on this rank too.
+        as some gradients are at their owners; one that has not reached the model leaves no trace. In a plain loop the
+        minibatch ends here if that backward was marked as the last; else the marked one ends it, and raises here too.
         """
         if self._iteration.backward_cut_short():
             reason = "a backward ended with an exception, which the training loop has caught"
@@ -294,9 +285,8 @@ class Minibatch:
 
     def left_unfinished(self) -> str:
         """For the peers of a rank that shuts down now: the failed backward that it has not reported, or nothing."""
-        return (
-            "a backward that ended with an exception, which was caught" if self._iteration.backward_cut_short() else ""
-        )
+        cut_short = self._iteration.backward_cut_short()
+        return "a backward that ended with an exception, which was caught" if cut_short else ""
 
     def _give_up(self, reason: str) -> None:
         if self.current.given_up is None:
@@ -311,9 +301,8 @@ class Minibatch:
         return self._protocol.gives_up(self._member.grid.me)
 
     def absent(self, member: int | None, doing: str) -> bool:
-        """Whether a member, whose board is mapped, has ended its part of this minibatch or gives it up.
-
-        PeerLostError if the job was aborted; `doing` is for its message.
+        """Whether a member, whose board is mapped, has ended its part of this minibatch or gives it up. PeerLostError
+        if the job was aborted; `doing` is for its message.
         """
         self._protocol.waiter.check(doing)
         return member is not None and (self._protocol.gives_up(member) or self._protocol.is_done(member))
@@ -338,7 +327,7 @@ class Minibatch:
             group.drop_fetch()
             compat.to_sharded(group)
         self.stale.refuse(self.epoch)
-        self._member.done(Outcome.EVALUATED)
+        self._done(Outcome.EVALUATED)
         self._end(keep_window=False)
 
     def publish(self) -> None:
@@ -386,6 +375,17 @@ class Minibatch:
         pushed = self.current.pushed or self.current.given_up is not None
         cut_short = self._iteration.backward_cut_short()
         refusals.refuse_pushed(self._who(), doing, cut_short=cut_short, pushed=pushed, explicit=self.explicit)
+
+    @contextlib.contextmanager
+    def _failing(self, shown: Callable[[], bool]) -> Iterator[None]:
+        """An error inside, be it a signal handler's, ends the job once peers were `shown` what cannot be taken back."""
+        try:
+            yield
+        except BaseException as error:
+            if shown():
+                self._set(RootState.FAILED)
+                self.abort(error)
+            raise
 
     def abort(self, error: BaseException) -> None:
         """Spread ABORT with `error` as the reason; the root cannot be used any more."""

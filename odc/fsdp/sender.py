@@ -45,8 +45,8 @@ class Sender:
         for earlier in [job for job in self._jobs if job.over()]:
             self._jobs.remove(earlier)
             earlier.wait()
-        self._jobs.append(job)  # first: where a signal's handler raises, `flush` has to wait for what has begun
         try:
+            self._jobs.append(job)  # first: where a signal's handler raises, `flush` has to wait for what has begun
             self._worker.submit(job)
         except BaseException:
             job.drop()

@@ -80,8 +80,12 @@ class NodeCache:
             if epoch != self._epoch:
                 before, self._epoch, self._used = self._used, epoch, []
                 if before:
-                    self._newest = Job(functools.partial(self._read_ahead, before, epoch))
-                    self._worker.submit(self._newest)
+                    self._newest = job = Job(functools.partial(self._read_ahead, before, epoch))
+                    try:
+                        self._worker.submit(job)
+                    except BaseException:  # a signal's handler's, too: `settle` would wait for it
+                        job.drop()
+                        raise
             if unit not in self._used:
                 self._used.append(unit)
 

@@ -140,6 +140,7 @@ class HostRoute(PushRoute):
         for box in self._boxes.values():
             if box.show():
                 self._notify(box.owner)
+        self.forget()  # one that was cut short may have lost a slot, which the next finds in the heap
 
     def forget(self) -> None:
         self._boxes = {}  # another thread may be going through those of before

@@ -96,9 +96,9 @@ class Waiter:
         if ready():
             return
         begin = recorder().now_on(lane)
-        if noted:
-            self._note(self._grid.ranks[member])
         try:
+            if noted:
+                self._note(self._grid.ranks[member])
             self._poll(ready, member, what, pause, may_leave)
         finally:
             if noted:

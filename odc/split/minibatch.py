@@ -12,6 +12,7 @@ from torch import nn
 
 from odc.errors import OdcError
 from odc.fsdp import OdcModule, Root, root_of, sharded_tops
+from odc.fsdp.boundaries import ended_by_caller
 from odc.protocol import RootState
 
 
@@ -77,5 +78,5 @@ def ending_no_minibatch(model: nn.Module) -> Iterator[None]:
     """Inside, a backward through the model ends no minibatch, whatever its mark. It must produce no gradients."""
     with contextlib.ExitStack() as roots:
         for top in sharded_tops(model):
-            roots.enter_context(root_of(top).minibatch.ended_by_caller())
+            roots.enter_context(ended_by_caller(root_of(top).minibatch))
         yield

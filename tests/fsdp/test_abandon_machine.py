@@ -111,6 +111,28 @@ def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkey
     assert two[0].grads() == [[1.0] * 4, [1.0] * 2, None]
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_signal_while_a_failed_backward_is_seen_to_does_not_save_its_minibatch(
+    two: list[Rank], monkeypatch: pytest.MonkeyPatch, forgotten: bool
+) -> None:
+    """Whether torch's state, which shows that a backward failed, is cleared by then or not."""
+    begin(two)
+    two[0].push(0, 1.0)
+    iteration = two[0].iteration
+    iteration.cut_short = "backward"
+
+    def interrupted(groups: object) -> None:
+        iteration.cut_short = None if forgotten else "backward"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as signalled:
+        signalled.setattr(iteration, "reset", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two[0].machine.recover()
+    two[1].push(0, 1.0)
+    assert_abandoned(two, 10, "a backward ended with an exception")
+
+
 def test_a_push_that_fails_behind_backward_gives_the_minibatch_up(
     two: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

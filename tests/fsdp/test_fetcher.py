@@ -200,6 +200,21 @@ def test_a_unit_keeps_its_fetch_before_a_thread_can_begin_it(group: HeapGroup, m
         unit.drop_fetch()
 
 
+def test_a_fetch_whose_drop_a_signal_ends_does_not_pass_for_one_that_is_over(group: HeapGroup) -> None:
+    """Its memory is free by then, or about to be, and the unit's next use would have read it."""
+
+    class Interrupting(Param):
+        def free(self) -> None:
+            raise KeyboardInterrupt
+
+    with fetching(group, 0) as (fetcher, _):
+        unit = FetchedGroup.__new__(FetchedGroup)
+        unit.odc_fetch = start(fetcher, group, [Interrupting(6), Param(1)])
+        with pytest.raises(KeyboardInterrupt):
+            unit.drop_fetch()
+        assert unit.odc_fetch is None
+
+
 def test_a_fetch_that_is_over_is_not_kept() -> None:
     def fail() -> None:
         raise WaitTimeoutError("rank 1 is late", culprit=1)

@@ -306,3 +306,65 @@ def test_after_publish_the_window_begins_at_the_first_use(monkeypatch: pytest.Mo
         windows = [span for span in own.spans() if span.category == WINDOW]
     assert [window.epoch for window in windows] == [1]
     assert windows[0].start_ns >= waited
+
+
+# what a signal's handler raises --------------------------------------------------------------------------------------
+
+
+def interrupt(patch: pytest.MonkeyPatch, owner: object, name: str, *, after: bool) -> None:
+    """What `name` is called for is done or not, then the handler raises, once."""
+    call = getattr(owner, name)
+
+    def interrupted(*given: Any) -> None:
+        patch.setattr(owner, name, call)
+        if after:
+            call(*given)
+        raise KeyboardInterrupt
+
+    patch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("end", ["done", "close_evaluation"])
+def test_a_signal_at_the_end_ends_the_job_once_peers_act_on_this_ranks_part(
+    two: list[Rank], monkeypatch: pytest.MonkeyPatch, end: str, after: bool
+) -> None:
+    """Given up after DONE, no peer would learn of it; used after it, shards would change below this rank's reads."""
+    for rank in two:
+        rank.heaps.attach()
+        rank.machine.begin()
+    interrupt(monkeypatch, two[0].heaps.members[0].protocol, "close", after=after)
+    machine = two[0].machine
+    with pytest.raises(KeyboardInterrupt):
+        machine.done() if end == "done" else machine.close_evaluation("the test")
+    assert states(two)[0] is (RootState.FAILED if after else RootState.OPEN)
+    if after:
+        with pytest.raises(PeerLostError, match="aborted by rank 10: KeyboardInterrupt in epoch 1"):
+            two[1].machine.begin()
+        return
+    machine.explicit = True
+    machine.abandon("interrupted")
+    for rank in two:
+        rank.machine.done()
+    assert [str(rank.machine.collect()).count("interrupted") for rank in two] == [1, 1]
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_signal_at_the_begin_ends_the_job_once_peers_see_the_epoch(
+    two: list[Rank], monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    """The next begin would wait for the end of this epoch, and the peers for that of this rank's part."""
+    two[0].heaps.attach()
+    interrupt(monkeypatch, two[0].heaps.members[0].protocol, "end_publishing", after=after)
+    with pytest.raises(KeyboardInterrupt):
+        two[0].machine.begin()
+    if after:
+        assert states(two)[0] is RootState.FAILED
+        with pytest.raises(PeerLostError, match="aborted by rank 10: KeyboardInterrupt in epoch 1"):
+            two[1].machine.begin()
+        return
+    for rank in two:
+        rank.machine.begin()
+    two[0].push(0, 2.0)
+    finish(two)
+    assert [rank.grads() for rank in two] == [[[1.0] * 4, [1.0] * 2, None]] * 2

@@ -179,6 +179,21 @@ def test_a_push_that_began_as_a_signal_came_is_waited_for(monkeypatch: pytest.Mo
         assert not flusher.is_alive()
 
 
+def test_a_push_that_a_signal_keeps_from_being_submitted_is_not_waited_for() -> None:
+    class Interrupting(list[Any]):
+        def append(self, job: Any) -> None:
+            super().append(job)
+            raise KeyboardInterrupt
+
+    with sending(overlap=True) as (sender, pusher):
+        sender._jobs = Interrupting()
+        with pytest.raises(KeyboardInterrupt):
+            send(sender, "a")
+        flusher = in_thread(sender.flush)
+        flusher.join(60.0)
+        assert not flusher.is_alive() and not pusher.begun
+
+
 def test_a_push_that_was_not_submitted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(job: Any) -> None:
         raise KeyboardInterrupt

@@ -105,3 +105,36 @@ def test_a_unit_of_several_modules_is_one_group() -> None:
     one, other, none = (SimpleNamespace(_fsdp_param_groups=groups) for groups in (["one"], ["other"], []))
     root: Any = SimpleNamespace(_state_ctx=SimpleNamespace(all_states=[one, none, one, other, one]))
     assert compat.groups_of_root(root) == ["one", "other"]
+
+
+@pytest.mark.parametrize(("change", "back"), [("unsharded", "sharded"), ("sharded", "unsharded")])
+def test_a_change_of_a_unit_that_was_cut_short_is_undone_whole(change: str, back: str) -> None:
+    """What a signal's handler raises: torch took the unit for one that is still what it was, and a parameter stayed
+    with its module whose memory was freed.
+    """
+
+    class Param:
+        def __init__(self) -> None:
+            self.now, self.raises = back, False
+
+        def to_unsharded(self) -> None:
+            self._become("unsharded")
+
+        def to_sharded(self) -> None:
+            self._become("sharded")
+
+        def _become(self, state: str) -> None:
+            if self.raises:
+                raise KeyboardInterrupt
+            self.now = state
+
+    group: Any = compat.UnorderedGroup.__new__(compat.UnorderedGroup)
+    group._sharded_state, group.fsdp_params = None, [Param(), Param()]
+    getattr(group, f"_to_{back}")()
+    group.fsdp_params[1].raises = True
+    with pytest.raises(KeyboardInterrupt):
+        getattr(group, f"_to_{change}")()
+    group.fsdp_params[1].raises = False
+    assert not group.is_sharded and not group.is_unsharded
+    getattr(group, f"_to_{back}")()
+    assert [param.now for param in group.fsdp_params] == [back] * 2 and getattr(group, f"is_{back}")

@@ -285,6 +285,25 @@ def test_nothing_is_read_ahead_of_a_member_that_has_not_published(spread: Spread
     assert {rank for rank, _ in spread.engines[0].reads} == {16}
 
 
+def test_what_a_signal_keeps_from_being_read_ahead_is_not_waited_for(
+    spread: Spread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(job: Any) -> None:
+        raise KeyboardInterrupt
+
+    spread.publish(5.0)
+    spread.fetch(0, 0)
+    cache = spread.caches[0]
+    cache.settle()
+    spread.publish(50.0)
+    with monkeypatch.context() as signalled:
+        signalled.setattr(cache._worker, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            spread.fetch(0, 0)
+    assert cache._newest is not None and cache._newest.over()
+    assert spread.fetch(0, 0) == [50.0, 51.0, 52.0, 53.0]
+
+
 def test_a_read_ahead_that_fails_ends_the_job_of_the_ranks_that_wait_for_it(
     spread: Spread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.members import BF16, F16, F32, F64, HeapGroup
 
 from odc.errors import UnsupportedError
-from odc.protocol import Gradient, MemberProtocol, flatten
+from odc.protocol import Gradient, HostRoute, MemberProtocol, flatten, ring
 from odc.protocol.push import Pusher
 from odc.protocol.regions import Ring
 from odc.settings import ACCUMULATE_MODES, Settings
@@ -205,6 +205,30 @@ def test_a_push_waits_for_credit_before_each_block_and_never_without_need() -> N
         protocol = Patient(group, 0)
         Pusher(protocol, group.notify).push(group.units[0], [Gradient(0, torch.ones(200))])
         assert protocol.credits == [2, 1, 0, 0, 0, 0, 0], "seven blocks through two slots"
+
+
+def test_a_push_that_a_signal_ends_costs_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the main thread, without overlap: what its handler raises may come between any two steps of a post."""
+
+    class Interrupting:
+        size = ring._HEADER.size
+
+        @staticmethod
+        def pack_into(*_: object) -> None:
+            raise KeyboardInterrupt
+
+    unit = [Param((2, 100), 0, F32)]
+    with small_slots(2, 64), group_for([unit], 2, by_hand=True) as group:
+        pusher, gradients = Pusher(Patient(group, 0), group.notify), [Gradient(0, torch.ones(200))]
+        for _ in range(2):
+            with monkeypatch.context() as signalled:
+                signalled.setattr(ring, "_HEADER", Interrupting)
+                with pytest.raises(KeyboardInterrupt):
+                    pusher.push(group.units[0], gradients)
+            pusher.route.post_all()
+        assert isinstance(pusher.route, HostRoute)
+        assert pusher.route.box(1).credit() == 2
+        pusher.push(group.units[0], gradients)
 
 
 def test_flatten_lays_chunks_side_by_side() -> None:

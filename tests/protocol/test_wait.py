@@ -242,6 +242,21 @@ def test_the_board_shows_the_awaited_rank_and_since_which_epoch(group: HeapGroup
     assert own.load(Word.WAITING) == 0, "also after an error"
 
 
+def test_a_signal_as_a_wait_begins_leaves_none_on_the_board(group: HeapGroup) -> None:
+    """Peers whose deadline passes would have blamed the rank that this one no longer waits for."""
+    noted = list[int | None]()
+
+    def note(rank: int | None) -> None:
+        noted.append(rank)
+        if rank is not None:
+            raise KeyboardInterrupt
+
+    waiter = Waiter(group.layouts[0], lambda reason, culprit: None, note, lambda: None)
+    with pytest.raises(KeyboardInterrupt):
+        waiter.until(never, 1, "something")
+    assert noted == [13, None]
+
+
 # what every wait is made of ------------------------------------------------------------------------------------------
 
 
