@@ -113,6 +113,7 @@ def test_arrays_that_cannot_be_filled_are_refused_by_name(job: Job) -> None:
             (frozen, "'u1.v' is read-only"),
             ([0.0] * 9, "'u1.v' is a list"),
             (np.array(["a"] * 9), "'u1.v' has no memory that torch can fill"),
+            (torch.zeros(9, device="meta"), "'u1.v' is on the meta device"),
         ):
             with pytest.raises(ValueError, match=says):
                 source.read({"u1.v": wrong})
