@@ -348,11 +348,23 @@ def _unreachable(owner: ShardOwner, here: str) -> str:
     return f"reader: rank {owner.rank} {where}, and does not listen there; set Settings(address=...) in its job"
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Not so of meta and sparse tensors, and of those that wrap others, whose address is 0."""
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
 def _tensor_over(name: str, given: Any) -> torch.Tensor:
     """A tensor that is, or shares the memory of, what a caller has given to be filled."""
     if isinstance(given, torch.Tensor):
-        if given.is_meta:  # what is copied there is lost without an error
-            raise ValueError(f"{name!r} is on the meta device: it has no memory that could be filled")
+        if not _has_memory(given):
+            kind = type(given).__name__
+            raise ValueError(
+                f"{name!r} is a {kind} on {given.device} without memory of its own to fill; of a DTensor give the "
+                "local tensor, and what it holds in `slices`"
+            )
         return given
     if not hasattr(given, "__dlpack__"):
         raise ValueError(f"{name!r} is a {type(given).__name__}: `into` takes tensors, and arrays that have DLPack")
