@@ -9,6 +9,7 @@ packs that.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ class _Wanted(NamedTuple):
 
 
 class Reader:
-    """Attached to one job; used by one thread at a time. Close it, or use it as a context manager.
+    """Attached to one job; for one thread at a time, and no forked child. Close it, or use it as a context manager.
 
     `handle` is the text that `odc.handover.weight_handle(model)` returned on a rank of the job; `timeout_s` is how long
     to wait for a rank that makes no progress; `tries` is how many copies the job may overtake before `read` gives up.
@@ -83,7 +84,7 @@ class Reader:
         self._keeps = changes and keeps(self._handle)
         self._look_bytes = _LOOK_BYTES
         self._engine: WeightEngine | None = None
-        self.device = _CPU
+        self.device, self._pid = _CPU, os.getpid()
         try:
             self._attach(host_identity(), device)
         except BaseException:
@@ -132,6 +133,7 @@ class Reader:
     @property
     def version(self) -> int:
         """The newest version that every rank has published; 0 before the first."""
+        self._refuse_unattached()
         return min(source.load()[Word.PUBLISHED] for source in self._sources)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -170,6 +172,7 @@ class Reader:
         """
         if exactly and at_least < 1:
             raise ValueError(f"no rank ever publishes version {at_least}: the first is version 1")
+        self._refuse_unattached()
         wanted = self._destinations(into, slices or {})
         for left in range(self._tries, 0, -1):
             if left == 1 < self._tries and self._handle.buffers > 1:
@@ -299,6 +302,16 @@ class Reader:
             if tensor.data_ptr() != whole.data_ptr():
                 tensor.copy_(whole)
 
+    def _refuse_unattached(self) -> None:
+        """Refuse a forked child, in which the ranks' memory reads as zeros and they seem dead, and a closed reader."""
+        if os.getpid() != self._pid:
+            raise UnsupportedError(
+                "reader: a process that was forked from that of a reader cannot read by it: let it make a Reader of "
+                "its own, by the same weight handle"
+            )
+        if not self._sources:
+            raise ValueError("this reader is closed")
+
     def _refuse_if_gone(self, doing: str) -> None:
         for source in self._sources:
             source.refuse_if_gone(doing)
@@ -335,9 +348,23 @@ def _unreachable(owner: ShardOwner, here: str) -> str:
     return f"reader: rank {owner.rank} {where}, and does not listen there; set Settings(address=...) in its job"
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Not so of meta and sparse tensors, and of those that wrap others, whose address is 0."""
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
 def _tensor_over(name: str, given: Any) -> torch.Tensor:
     """A tensor that is, or shares the memory of, what a caller has given to be filled."""
     if isinstance(given, torch.Tensor):
+        if not _has_memory(given):
+            kind = type(given).__name__
+            raise ValueError(
+                f"{name!r} is a {kind} on {given.device} without memory of its own to fill; of a DTensor give the "
+                "local tensor, and what it holds in `slices`"
+            )
         return given
     if not hasattr(given, "__dlpack__"):
         raise ValueError(f"{name!r} is a {type(given).__name__}: `into` takes tensors, and arrays that have DLPack")

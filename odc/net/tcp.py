@@ -30,8 +30,13 @@ def own_address(store: Any, address: str = "") -> str:
     """Where other hosts reach this one: at `address`, or at that of the interface by which the store is reached; by
     the default route, where the store's host is this one under a name that means loopback here.
 
-    `store` is torch's. Raises UnsupportedError where that cannot be determined.
+    `store` is torch's. Raises UnsupportedError where that cannot be determined, and for the address of every interface.
     """
+    if address in ("0.0.0.0", "::"):
+        raise UnsupportedError(
+            f"Settings(address={address!r}) is every interface, and no place where another host reaches this one: it "
+            "would reach itself; name the address of one"
+        )
     if address:
         return address
     hosted_at = store_address(store)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.handover_jobs import Job, changed
 from support.members import BF16, F32
+from torch.testing._internal.two_tensor import TwoTensor
 
 from odc.errors import PeerLostError, WaitTimeoutError
 from odc.handover import Reader
@@ -113,6 +114,9 @@ def test_arrays_that_cannot_be_filled_are_refused_by_name(job: Job) -> None:
             (frozen, "'u1.v' is read-only"),
             ([0.0] * 9, "'u1.v' is a list"),
             (np.array(["a"] * 9), "'u1.v' has no memory that torch can fill"),
+            (torch.zeros(9, device="meta"), "'u1.v' is a Tensor on meta without memory"),
+            (torch.zeros(9).to_sparse(), "'u1.v' is a Tensor on cpu without memory"),
+            (TwoTensor(torch.zeros(9), torch.zeros(9)), "'u1.v' is a TwoTensor on cpu without memory .* `slices`"),
         ):
             with pytest.raises(ValueError, match=says):
                 source.read({"u1.v": wrong})

@@ -138,3 +138,35 @@ def test_nothing_stays_open(job: Job) -> None:
         with Reader(job.handle):
             pass
     until(lambda: mapped() <= maps and len(os.listdir("/proc/self/fd")) <= files)
+
+
+def test_a_forked_child_cannot_read_by_its_parents_reader_but_by_its_own(job: Job) -> None:
+    """What it inherits reads as zeros, as of ranks that have died."""
+    job.publish([1.0, 2.0])
+    read, write = os.pipe()
+    with Reader(job.handle) as source:
+        if (child := os.fork()) == 0:
+            found = b"no error"
+            try:
+                source.read()
+            except OdcError as refused:
+                found = f"{type(refused).__name__}: {refused}; by its own: {Reader(job.handle).read().version}".encode()
+            finally:
+                os.write(write, found)
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(write)
+        with open(read) as answer:
+            message = answer.read()
+        assert message.startswith("UnsupportedError: reader: a process that was forked"), message
+        assert message.endswith("by its own: 1"), message
+        assert source.read().version == 1
+
+
+def test_a_reader_that_was_closed_says_so(job: Job) -> None:
+    job.publish([1.0, 2.0])
+    source = Reader(job.handle)
+    source.close()
+    for use in (source.read, lambda: source.version):
+        with pytest.raises(ValueError, match="this reader is closed"):
+            use()

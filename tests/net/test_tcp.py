@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from odc.errors import UnsupportedError
 from odc.net import tcp
 
 
@@ -23,3 +24,11 @@ def test_an_interface_by_its_ipv6_address(tmp_path: Path, monkeypatch: pytest.Mo
     assert tcp.interface_of("2001:db8::8") is None
     monkeypatch.setattr(tcp, "_IPV6", tmp_path / "none")
     assert tcp.interface_of("::1") is None
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_the_address_of_every_interface_is_no_place_for_other_hosts(address: str) -> None:
+    """They would connect to themselves, and find no rank there or another one."""
+    with pytest.raises(UnsupportedError, match="would reach itself; name the address of one"):
+        tcp.own_address(None, address)
+    assert tcp.own_address(None, "10.0.0.1") == "10.0.0.1"

@@ -89,6 +89,38 @@ def test_the_end_of_the_job_is_named() -> None:
     assert caught.value.culprit == 5
 
 
+class Interrupted(Fake):
+    """Whose connection ends before its answers of these numbers."""
+
+    def __init__(self, lost: set[int]) -> None:
+        super().__init__(10)
+        self.asked, self.lost = 0, lost
+
+    def ask(self, rank: int, name: str, **unused: Any) -> bytes:
+        self.asked += 1
+        if self.asked in self.lost:
+            raise PeerLostError(f"reader: connection {self.asked} has ended", culprit=rank)
+        return super().ask(rank, name)
+
+
+def test_the_end_of_a_connection_is_not_that_of_the_rank() -> None:
+    """As where the network failed, or the reader's host slept, between two reads."""
+    engine = Interrupted(lost={2, 4})
+    source = member(engine)
+    assert source.load() == engine.board
+    source.refuse_if_gone("reading")
+    assert engine.asked == 5
+
+
+def test_a_rank_that_cannot_be_reached_again_is_lost() -> None:
+    engine = Interrupted(lost={2, 3})
+    source = member(engine)
+    with pytest.raises(PeerLostError, match="connection 2 has ended"):
+        source.load()
+    with pytest.raises(PeerLostError, match="connection 1 has ended"):  # an attaching reader need not try twice
+        member(Interrupted(lost={1}))
+
+
 def test_another_heap_is_refused() -> None:
     with pytest.raises(LayoutMismatchError, match="rank 3: its heap is not laid out as the weight handle says"):
         RemoteMember(3, Fake(10), "e" * 64)  # type: ignore[arg-type]
