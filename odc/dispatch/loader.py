@@ -81,16 +81,15 @@ class PlannedLoader(Generic[B]):
 
     def _plans(self, left: deque[B], drawn: deque[B]) -> Iterator[tuple[B, OwnPlan]]:
         """On the worker's thread; ends with the first error. `left` grows until the first batch is asked for."""
-        batches = chain(tuple(left) if isinstance(self._batches, Iterator) else (), self._batches)
-        while True:
-            try:
-                for batch in batches:
-                    drawn.append(batch)
-                    records = self._records_of(batch)
-                    break
-                else:
-                    return
-            except Exception as error:
-                self._orchestrator.refuse(f"{type(error).__name__}: {error}")
-                raise
+        for batch, records in self._recorded(left, drawn):
             yield batch, self._orchestrator.plan(records)
+
+    def _recorded(self, left: deque[B], drawn: deque[B]) -> Iterator[tuple[B, Records]]:
+        again = tuple(left) if isinstance(self._batches, Iterator) else ()
+        try:
+            for batch in chain(again, self._batches):
+                drawn.append(batch)
+                yield batch, self._records_of(batch)
+        except Exception as error:
+            self._orchestrator.refuse(f"{type(error).__name__}: {error}")
+            raise

@@ -147,7 +147,7 @@ class Daemon:
         Raises UnsupportedError if a root uses it with another address or secret file than `settings` ask for.
         """
         with self._making:
-            first = self._shared if over_hosts and self._shared is not None else settings
+            first = (self._shared if over_hosts else None) or settings
             network = self._listening(store, first)
             before = network.address
             network.open(first)

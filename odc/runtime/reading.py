@@ -199,24 +199,18 @@ class RemoteMember(ReadOnlyMember):
         self._spans: list[tuple[int, int]] = []  # first byte, end; rising
         self._span = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._at = 0  # of the span that was read last
-        if self._unpacked(self._answer())[1] != digest:
+        if self._ask(again=False)[1] != digest:
             raise _refuse_other_heap(rank)
 
-    def _ask(self) -> tuple[dict[Word, int], str, bytes]:
+    def _ask(self, again: bool = True) -> tuple[dict[Word, int], str, bytes]:
         """Asks once more on another connection: one may have ended and the rank not, as while this host slept."""
         try:
-            answer = self._answer()
-        except PeerLostError as error:
-            try:
-                answer = self._answer()
-            except PeerLostError:
-                raise error from None
-        return self._unpacked(answer)
-
-    def _answer(self) -> bytes:
-        return self._engine.sockets.ask(self.rank, board_name(self._engine.root), what="the state")
-
-    def _unpacked(self, answer: bytes) -> tuple[dict[Word, int], str, bytes]:
+            answer = self._engine.sockets.ask(self.rank, board_name(self._engine.root), what="the state")
+        except PeerLostError:
+            if again:
+                with contextlib.suppress(PeerLostError):
+                    return self._ask(again=False)
+            raise
         *words, digest = BOARD.unpack_from(answer)
         return dict(zip(READER_WORDS, words, strict=True)), digest.decode(), answer[BOARD.size :]
 

@@ -127,6 +127,8 @@ def test_bad_input_is_named(policy):
             policy([5, 100, 101], 2, CAP)
         with pytest.raises(PlanError, match="sample 1 has 60 tokens, more than the cap of 50"):
             policy([5, 60], 2, [50, 10])
+        with pytest.raises(PlanError, match=r"list of integers, got float64 of shape \(\)"):
+            policy(5.5, 2, CAP)
     with pytest.raises(PlanError, match="sample 1 has length 0"):
         policy([5, 0], 2, CAP)
     with pytest.raises(PlanError, match="lists 1 caps for 2 ranks"):
@@ -140,10 +142,12 @@ def test_bad_input_is_named(policy):
         policy([5], 2, CAP, speeds=[1])
     with pytest.raises(PlanError, match="groups names 2 samples, but there are 1"):
         policy([5], 2, CAP, groups=["a", "b"])
+    with pytest.raises(PlanError, match="list of integers, got float64"):
+        policy([5.5], 2, CAP)
     for ranks in (2.0, "2", None):
         with pytest.raises(PlanError, match=f"whole number of ranks, at least 1; got ranks={ranks!r}"):
             policy([5], ranks, CAP)
-    for lengths in (5.5, [5.5], [float("nan")], [None], [[1, 2], [3, 4]], [[1, 2], [3]]):
+    for lengths in (5.5, [float("nan")], [None], [[1, 2], [3, 4]], [[1, 2], [3]]):
         with pytest.raises(PlanError, match="lengths must be one list of integers"):
             policy(lengths, 2, CAP)
     with pytest.raises(PlanError, match="cost of sample 1 .7 tokens. is nan"):

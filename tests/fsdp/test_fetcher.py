@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +81,17 @@ def fetching(group: HeapGroup, ahead: int) -> Iterator[tuple[Fetcher, Gated]]:
         fetcher.close()
 
 
+def assert_drop_waits(drop: Callable[[], None], gated: Gated, params: list[Param]) -> None:
+    """For the copy under way, and frees their memory only then."""
+    dropping = threading.Thread(target=drop)
+    dropping.start()
+    dropping.join(0.05)
+    assert dropping.is_alive() and params[0].calls == []
+    gated.open.set()
+    dropping.join(60.0)
+    assert [param.calls for param in params] == [["free"], ["free"]]
+
+
 def start(fetcher: Fetcher, group: HeapGroup, params: list[Param], unit: int = 0, *, now: bool = False) -> Fetch:
     fetch = fetcher.prepare(group.units[unit], params, now=now)  # type: ignore[arg-type]
     fetch.begin()
@@ -145,13 +156,7 @@ def test_giving_up_a_fetch_under_way_waits_for_its_copy(group: HeapGroup) -> Non
         params = [Param(6), Param(1)]
         fetch = start(fetcher, group, params)
         assert gated.begun.wait(60.0)
-        dropping = threading.Thread(target=fetch.drop)
-        dropping.start()
-        dropping.join(0.05)
-        assert dropping.is_alive() and params[0].calls == []
-        gated.open.set()
-        dropping.join(60.0)
-        assert [param.calls for param in params] == [["free"], ["free"]]
+        assert_drop_waits(fetch.drop, gated, params)
 
 
 @pytest.mark.parametrize("wait", ["result", "cancel"])
@@ -171,13 +176,8 @@ def test_a_wait_that_a_signal_ends_leaves_the_fetch_to_be_dropped(
             signalled.setattr(fetch.job, wait, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 unit.await_fetch() if wait == "result" else unit.drop_fetch()
-        dropping = threading.Thread(target=unit.drop_fetch)
-        dropping.start()
-        dropping.join(0.05)
-        assert dropping.is_alive() and params[0].calls == []
-        gated.open.set()
-        dropping.join(60.0)
-        assert [param.calls for param in params] == [["free"], ["free"]] and unit.odc_fetch is None
+        assert_drop_waits(unit.drop_fetch, gated, params)
+        assert unit.odc_fetch is None
 
 
 def test_a_unit_keeps_its_fetch_before_a_thread_can_begin_it(group: HeapGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -10,13 +9,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.forked import answer_of_child
 from support.models import Case, build, tokens
 from support.ranks import RankPool, spawn_ranks
 from support.silent import silent_once_a_rank_is_lost
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
-from odc.errors import PeerLostError, UnsupportedError
+from odc.errors import PeerLostError
 from odc.fsdp import _torch_compat as compat
 
 
@@ -46,20 +46,7 @@ def runs_in_a_forked_child(rank: int, world: int) -> tuple[bool, str]:
     x = tokens(rank, 0, 0)
     with torch.no_grad():
         before = model(x)
-    read, write = os.pipe()
-    if os.fork() == 0:
-        error = ""
-        try:
-            model(x)
-        except UnsupportedError as refused:
-            error = str(refused)
-        finally:
-            os.write(write, (error or "no error").encode())
-            os._exit(0)
-    os.wait()
-    message = os.read(read, 1000).decode()
-    os.close(read)
-    os.close(write)
+    message = answer_of_child(lambda: f"computed {model(x)}")
     with torch.no_grad():
         return torch.equal(model(x), before), message
 
@@ -68,4 +55,6 @@ def test_a_forked_child_cannot_run_the_model(ranks: Callable[[int], RankPool]) -
     """Its copy of the heap reads as zeros, and others would wait for it."""
     ((same, error),) = ranks(1).run(runs_in_a_forked_child)
     assert same
-    assert error.startswith("rank 0: a process that was forked from it, as a data loader's workers are, cannot run")
+    assert error.startswith(
+        "UnsupportedError: rank 0: a process that was forked from it, as a data loader's workers are, cannot run"
+    )

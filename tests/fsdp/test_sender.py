@@ -55,6 +55,16 @@ def send(sender: Sender, name: str) -> None:
     sender.send(Unit(name), [])  # type: ignore[arg-type]
 
 
+def assert_flush_waits(sender: Sender, pusher: GatedPusher) -> None:
+    """Until what is under way has been pushed."""
+    flusher = in_thread(sender.flush)
+    flusher.join(0.05)
+    assert flusher.is_alive()
+    pusher.open.set()
+    flusher.join(60.0)
+    assert not flusher.is_alive()
+
+
 def in_thread(call: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=call)
     thread.start()
@@ -149,12 +159,7 @@ def test_a_flush_that_a_signal_ends_leaves_its_pushes_to_the_next_one(monkeypatc
             signalled.setattr(sender._jobs[0]._done, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sender.flush()
-        flusher = in_thread(sender.flush)
-        flusher.join(0.05)
-        assert flusher.is_alive()
-        pusher.open.set()
-        flusher.join(60.0)
-        assert not flusher.is_alive()
+        assert_flush_waits(sender, pusher)
 
 
 def test_a_push_that_began_as_a_signal_came_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,12 +176,7 @@ def test_a_push_that_began_as_a_signal_came_is_waited_for(monkeypatch: pytest.Mo
         monkeypatch.setattr(worker, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             send(sender, "a")
-        flusher = in_thread(sender.flush)
-        flusher.join(0.05)
-        assert flusher.is_alive()
-        pusher.open.set()
-        flusher.join(60.0)
-        assert not flusher.is_alive()
+        assert_flush_waits(sender, pusher)
 
 
 def test_a_push_that_a_signal_keeps_from_being_submitted_is_not_waited_for() -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from support.forked import answer_of_child
 from support.members import HeapGroup
 from support.ranks import RankPool
 from support.sides import aborts, descriptors, settle
@@ -144,17 +145,14 @@ def test_there_is_one_daemon_a_process_until_it_is_stopped() -> None:
 def in_a_forked_child(rank: int, world: int) -> tuple[bool, bool, list[str], bool]:
     """What a child that is forked from a rank, as a data loader's worker is, makes of the daemon."""
     parents = daemon(rank)
-    read, write = os.pipe()
-    if os.fork() == 0:
+
+    def begin() -> str:
         own = daemon(rank)
         alive = parents.alive()
         parents.close()  # not its to close
-        os.write(write, f"{alive} {own is parents} {own.alive()} {own.address}".encode())
-        os._exit(0)
-    os.wait()
-    message = os.read(read, 1000).decode().split()
-    os.close(read)
-    os.close(write)
+        return f"{alive} {own is parents} {own.alive()} {own.address}"
+
+    message = answer_of_child(begin).split()
     still = ask(parents.address, {"op": "status"}, 60.0).reply["pid"] == os.getpid()
     return message[0] == "True", message[1] == "True", message[2:], still
 
