@@ -27,9 +27,11 @@ from odc.protocol.words import VersionWord
 WHOLE = changes.TOO_LARGE
 SAMPLE_EVERY = 8  # versions of a unit
 PROBE_EVERY = 64  # epochs that change something: one is read whole, which measures the link
-_SAMPLED = 128 << 10  # bytes
+_SAMPLED = 256 << 10  # bytes
 _TIMED_BYTES = 64 << 10  # fewer say more of the call than of a byte
+_FIRST_BYTES = 8 << 10
 SLACK = 1.25  # of the last changes: so much room the next ones are expected to take
+_MARGIN = 3  # times packing: a patch takes as long at most, and compute hides a part of a read, but nothing of both
 _LEAST = 4096  # elements of a parameter, or words of a shard, that are compared before the others are
 
 
@@ -101,10 +103,19 @@ class PublishedChanges:
         if declines:
             return WHOLE
         if not self._always and self._due(unit):
-            whole, turn = unit.published_bytes, self._versions[unit.index] // SAMPLE_EVERY
-            begin = min(turn * _SAMPLED % whole, max(0, whole - _SAMPLED))
-            self._timed(unit, old[begin : begin + _SAMPLED], new[begin : begin + _SAMPLED], self._sample)
+            self._take_sample(unit, old, new)
         return self._pack(unit, old, new) if self._always or self._pays(unit) else WHOLE
+
+    def _take_sample(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Time the packing of some bytes, others at each turn of the unit."""
+        whole, turn = unit.published_bytes, self._versions[unit.index] // SAMPLE_EVERY
+        begin = min(turn * _SAMPLED % whole, max(0, whole - _SAMPLED))
+        old, new = old[begin : begin + _SAMPLED], new[begin : begin + _SAMPLED]
+        if whole > _SAMPLED:
+            # After a step the code is in no cache: the first call takes 0.1 ms more, by which a sample would seem
+            # several times slower than the unit.
+            changes.pack(old[:_FIRST_BYTES], new[:_FIRST_BYTES], self._sample)
+        self._timed(unit, old, new, self._sample)
 
     def _declines(self, unit: UnitSpec) -> bool:
         """Whether a version that has changed is read whole, which is known before it is looked at."""
@@ -121,7 +132,7 @@ class PublishedChanges:
         """Whether reading the changes, packed here and applied there, is likely to be faster than reading the shard."""
         whole, (few, many) = unit.published_bytes, self._paces
         saved = self._seconds(whole) - self._seconds(int(whole * self._ratios[unit.index]))
-        return self._changed % PROBE_EVERY != 0 and saved > 2 * (many or few) * whole
+        return self._changed % PROBE_EVERY != 0 and saved > _MARGIN * (many or few) * whole
 
     def _pack(self, unit: UnitSpec, old: torch.Tensor, new: torch.Tensor) -> int:
         """Pack behind the last changes where the next ones are expected to fit, else at the start of the region."""
