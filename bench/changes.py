@@ -7,9 +7,10 @@ by `tbf`.
 A Qwen2 of 36M parameters, in bf16 with fp32 shards, is trained on the sources of Python's standard library: first some
 steps at a high rate, then at each rate of the table, by AdamW. Every arm trains a model of its own, and all take their
 steps in turn. `whole` is Settings(changes="off"), which reads every shard anew; `changes` packs always, `auto` where it
-expects to be faster, and `int8` packs always and has sums cross by sums_dtype="int8". `lora` trains adapters of rank
-16 alone, beside `lora-whole`; `lora-int8` has sums cross as `int8` does. `alone` is what a rank computes in a step, by
-plain torch: no parameter, gradient or sum leaves it. What an arm takes beyond `alone` is its exchange.
+expects to be faster, and `int8` packs always and has sums cross by sums_dtype="int8". `alone` is what a rank computes
+in a step, by plain torch: no parameter, gradient or sum leaves it. What an arm takes beyond `alone` is its exchange.
+`lora` trains adapters of rank 16 alone, beside `lora-whole`; `lora-int8` has sums cross as `int8` does. Their model has
+two layers of Qwen2.5-1.5B's shape and 100M parameters: the wider a model, the less of it are adapters.
 
 "weights" are the bytes that a host sends in the step less those of the sums, where those cross in fp32.
 """
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are
 RATES = (1e-6, 1e-5, 1e-4)
 ARMS = ("whole", "changes", "auto", "int8", "alone")
 LORA = ("lora-whole", "lora", "lora-int8")
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 2048,
     "num_hidden_layers": 8,
@@ -44,25 +45,33 @@ SHAPE = {
     "vocab_size": 4096,
     "tie_word_embeddings": True,
 }
+LORA_SHAPE = SHAPE | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+}
 HIGH_RATE, _RANK = 1e-3, 16
 _BEFORE = 9  # steps at a rate that are not measured: `auto` looks at every unit anew within eight
 _made: dict[str, Trained] = {}  # of this process, by arm
 
 
-def qwen2() -> Any:
-    """The model of every arm, with the same weights in each."""
+def qwen2(shape: dict[str, Any] = SHAPE) -> Any:
+    """A model of this shape, with the same weights in every arm."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    return Qwen2ForCausalLM(Qwen2Config(**shape))
 
 
 class Trained:
     """One arm's model, trained on text that depends on the step and the rank."""
 
     def __init__(self, arm: str, ids: torch.Tensor, tokens: int, address: str = "") -> None:
-        self.model: Any = qwen2()
-        if arm.startswith("lora"):
+        lora = arm.startswith("lora")
+        self.model: Any = qwen2(LORA_SHAPE if lora else SHAPE)
+        if lora:
             from peft import LoraConfig, get_peft_model
 
             targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
