@@ -6,9 +6,9 @@ do (half an hour on two cores). Hosts are network namespaces of this machine, wi
 Two models are trained by AdamW on the sources of Python's standard library: that of `odc compare --demo`, and a Qwen2
 of 36M parameters. The arms of a model begin with the same weights and take the same tokens, in fp32, and take their
 steps in turn. Trainings that differ in one bit part in time, so a distance means something only beside that of a
-control: "fp32, nudged" has fp32 sums, and weights that differ by 1e-6 at the beginning. "Mean distance" compares the
-means of 50 steps each. Shards cross whole in every step, and "sums MB" are what a host sends less those, with all
-headers.
+control: "fp32, nudged" has fp32 sums, and weights that differ by 1e-6 at the beginning. Distances of several `--seed`s
+say more than one. "Mean distance" compares the means of 50 steps each. Shards cross whole in every step, and "sums MB"
+are what a host sends less those, with all headers.
 
 `--minutes` ends the training of a model early, with as many steps as were done; the table says how many.
 """
@@ -49,13 +49,13 @@ class _Training:
     """One arm of a model."""
 
     def __init__(
-        self, arm: str, shape: dict[str, Any], ids: torch.Tensor, tokens: int, steps: int, rate: float
+        self, arm: str, shape: dict[str, Any], ids: torch.Tensor, tokens: int, steps: int, rate: float, seed: int
     ) -> None:
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self._model: Any = Qwen2ForCausalLM(Qwen2Config(**shape))
-        self._ids, self._tokens, self._step = ids, tokens, 0
+        self._ids, self._tokens, self._step, self._seed = ids, tokens, 0, seed
         if arm.endswith("nudged"):
             with torch.no_grad():
                 for parameter in self._model.parameters():
@@ -70,7 +70,7 @@ class _Training:
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
 
     def step(self, rank: int, world: int) -> torch.Tensor:
-        draw = torch.Generator().manual_seed(self._step * world + rank)
+        draw = torch.Generator().manual_seed((self._seed << 32) + self._step * world + rank)
         at = int(torch.randint(len(self._ids) - self._tokens, (), generator=draw))
         batch = self._ids[at : at + self._tokens + 1].unsqueeze(0).long()
         with self._model.minibatch():
@@ -113,7 +113,7 @@ def curves(name: str, shape: dict[str, Any], given: Any, ids: torch.Tensor, step
     with Hosts(2) as hosts:
         pool = HostPool(hosts, given.per_host)
         for arm in ARMS:
-            parameters = pool.run(build, arm, shape, ids, given.tokens, steps, given.rate)[0]
+            parameters = pool.run(build, arm, shape, ids, given.tokens, steps, given.rate, given.seed)[0]
         while len(losses["fp32"]) < steps and time.monotonic() < end:
             turn = min(_TURN, steps - len(losses["fp32"]))
             for arm in ARMS:
@@ -183,6 +183,7 @@ def main() -> None:
         tokens=(64, "of a rank and step"),
         rate=(1e-3, "of learning, after a twentieth of the steps"),
         per_host=(1, "ranks"),
+        seed=(0, "of the weights and of the order of the text"),
         minutes=(0.0, "after which the training of a model ends; 0 is no limit"),
     )
     given, ids = script.given, text()
