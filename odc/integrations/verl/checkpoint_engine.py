@@ -20,7 +20,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from odc.errors import ConfigError, UnsupportedError
 from odc.integrations.verl.engine import actor_here
-from odc.integrations.verl.published import Published, PublishedReader, published
+from odc.integrations.verl.published import GROUP_BYTES, Published, PublishedReader, published
 
 _NO_ACTOR = "rollout.checkpoint_engine.backend=odc needs actor_rollout_ref.actor.strategy=odc"
 
@@ -32,14 +32,14 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     Where the job packs what changes, a rollout's process keeps a copy of the shards on other hosts, see `Reader`.
 
     Args:
-        bucket_size: bytes that are read at once, but at least a whole parameter; a rollout process holds twice as many,
-            in CPU memory.
+        bucket_size: bytes that are read at once, 64 MiB at most and at least a whole parameter; a rollout process holds
+            twice as many, in CPU memory. More would be slower: most of the time goes into new pages then.
         is_master: of the actor's rank that answers for all.
         timeout_s: how long a rollout process waits for a rank that makes no progress.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, timeout_s: float = 600.0) -> None:
-        self._bucket, self._is_master = bucket_size, is_master
+        self._bucket, self._is_master = min(bucket_size, GROUP_BYTES), is_master
         self._published: Published | None = None
         self._reader = PublishedReader(timeout_s)
 

@@ -13,7 +13,7 @@ from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from odc.handover import Reader, read_groups, version, weight_handle
 
-GROUP_BYTES = 64 << 20  #: that a rank reads at once for a rollout of its own; it holds two groups and a parameter
+GROUP_BYTES = 64 << 20  #: that are read at once for a rollout, which holds two groups, or parameters
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,16 @@ def test_a_rollout_reads_after_each_step_what_verl_gathers(actor: RankPool, mode
         actor.run(step)
 
 
+def test_buckets_of_gigabytes_which_verl_has_by_default_are_read_in_parts() -> None:
+    asked = list[int]()
+    rollout = checkpoint_engine(bucket_size=2 << 30)
+    with mock.patch.object(
+        type(rollout._reader), "read", lambda self, learned, nbytes: asked.append(nbytes) or iter(())
+    ):
+        received(rollout, [SimpleNamespace(), None])
+    assert asked == [64 << 20]
+
+
 def test_beside_a_gpu_every_tensor_comes_there(actor: RankPool, model: Path) -> None:
     """CUDA's handles, which memory of the CPU does not have, are handed on by verl: to TensorRT-LLM and (0.9.0) SGLang
     of all tensors, to vLLM of any larger than a bucket.
