@@ -41,7 +41,6 @@ class CompiledMover(CudaMover):
         self._stages: dict[tuple[object, ...], EngineCopies] = {}
 
     add = staticmethod(triton.add)
-    accumulate = staticmethod(triton.accumulate)
 
     def prepare(self, device: torch.device, dtypes: Dtypes, atomic: bool) -> None:
         """See `DeviceMover.prepare`: each kernel is launched on one number. Its blocks do not depend on sizes."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from odc.kernels import accumulate as accumulate_pieces
 from odc.kernels import add as add_pairs
 from odc.kernels import gather as gather_unit
 from odc.kernels import passing_table, refuse_compiled
@@ -58,12 +57,3 @@ def put(address: int, source: int, nbytes: int) -> None:
 def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """See `DataMover.add`."""
     add_pairs(places, values)
-
-
-def accumulate(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.accumulate`; atomic adds in one launch, the places being pieces of one owner's accumulator."""
-    first = places[0].data_ptr()
-    offsets = [(place.data_ptr() - first) // place.itemsize for place in places]
-    numels = [value.numel() for value in values]
-    table = passing_table([first], places[0].device)
-    accumulate_pieces(values, numels, offsets, table, dtype=places[0].dtype)

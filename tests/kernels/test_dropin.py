@@ -12,11 +12,11 @@ from support.ranks import Pools
 
 from odc import Settings, fully_shard
 
-LAUNCHERS = ("publish_shards", "gather_unit", "put_values", "add_pairs", "accumulate_pieces")
+LAUNCHERS = ("publish_shards", "gather_unit", "put_values", "add_pairs")
 #: What each way to accumulate must have used; the model has more than one unit, so more often than once.
 USED = {
     "server": {"publish", "gather", "put", "add"},
-    "direct": {"publish", "gather", "accumulate"},
+    "direct": {"publish", "gather", "add"},
 }
 
 
