@@ -31,12 +31,7 @@ def launch_one(device: torch.device) -> None:
     publish([number], [torch.zeros_like(number)])
 
 
-def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.publish`."""
-    publish_shards(places, shards)
-
-
-zero = cpu.zero
+publish, add, zero = publish_shards, add_pairs, cpu.zero
 
 
 def gather(
@@ -52,8 +47,3 @@ def put(address: int, source: int, nbytes: int) -> None:
     """See `DataMover.put`."""
     values = torch.frombuffer((ctypes.c_char * nbytes).from_address(source), dtype=torch.uint8)
     put_values([values], torch.tensor([address], device="cpu"), 0)
-
-
-def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.add`."""
-    add_pairs(places, values)
