@@ -80,7 +80,7 @@ def kernels(here: Here) -> Iterator[Row]:
         "publish, cast to bf16": (lambda b, **_: odc.publish([half], [source], block=b), 6 * n),
         "differ": (lambda b, **_: odc.differ([half], [source], found, block=b), 6 * n),
         "add": (lambda b, **_: odc.add([target], [half], block=b), 10 * n),
-        "add, 7 sources": (lambda b, **_: odc.add_all([eighth], sevens, block=b), 22 * n / 8),
+        "add, 7 sources": (lambda b, **_: odc.AddPlan([eighth], sevens, block=b).run(), 22 * n / 8),
         "gather, 8 owners": (lambda b, **o: odc.gather([target], [0], owners, block=b, **o), 8 * n),
         "accumulate, 8 owners": (lambda b, **o: odc.accumulate([half], [n // 8], [0], sums, block=b, **o), 10 * n),
     }

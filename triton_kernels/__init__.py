@@ -3,8 +3,8 @@
 The folder is `triton_kernels/` in the repository and is installed as `odc.kernels` only.
 """
 
-from odc.kernels.accumulate import ScatterPlan, accumulate, scatter
-from odc.kernels.add import AddPlan, add, add_all
+from odc.kernels.accumulate import ScatterPlan, accumulate
+from odc.kernels.add import AddPlan, add
 from odc.kernels.differ import differ
 from odc.kernels.dtypes import converts
 from odc.kernels.gather import GatherPlan, gather
@@ -30,7 +30,6 @@ __all__ = [
     "UnitChanges",
     "accumulate",
     "add",
-    "add_all",
     "converts",
     "differ",
     "fixed_rows",
@@ -43,5 +42,4 @@ __all__ = [
     "put",
     "refuse_compiled",
     "reserve_tables",
-    "scatter",
 ]

@@ -1,9 +1,9 @@
-"""accumulate and scatter: a unit's gradients to the ranks that own them, in one launch.
+"""accumulate and `ScatterPlan`: a unit's gradients to the ranks that own them, in one launch.
 
 `accumulate` adds to their accumulators by relaxed atomic adds: the last bits depend on the order of arrival, and a
-GPU's fp32 atomic add flushes subnormal numbers to zero. `scatter` copies to their slots, whose contents each owner
-`add`s. Peers need a pointer. Both run beside compute, so a few programs take block after block, those of all owners
-at one place of the unit one after the other.
+GPU's fp32 atomic add flushes subnormal numbers to zero. `ScatterPlan` also copies to their slots, whose contents each
+owner `add`s. Peers need a pointer. Both run beside compute, so a few programs take block after block, those of all
+owners at one place of the unit one after the other.
 """
 
 from __future__ import annotations
@@ -165,27 +165,3 @@ def accumulate(
         )
         addresses = [gradients[i].data_ptr() for i in mine]
         plan.run(addresses, table, first, table.numel(), programs=programs, warps=warps)
-
-
-def scatter(
-    gradients: Sequence[torch.Tensor],
-    shard_numels: Sequence[int],
-    offsets: Sequence[int],
-    table: torch.Tensor,
-    *,
-    first: int = 0,
-    block: int | None = None,
-) -> None:
-    """Copy every owner's part of `gradients`, of one dtype, to its slot: a whole unit to all owners in one launch.
-
-    Does not wait: the caller has seen that the slots are free. Arguments as of `accumulate`; `offsets` are in elements
-    of a slot, whose address is 16-byte aligned where it is to be fast, and `table` has the slots.
-    """
-    if not gradients:
-        return
-    device = check_table(table)
-    contiguous("gradient", gradients, device)
-    (dtype,) = {gradient.dtype for gradient in gradients}
-    numels = [gradient.numel() for gradient in gradients]
-    plan = ScatterPlan(numels, shard_numels, offsets, dtype, table.numel(), device, block=block)
-    plan.run([gradient.data_ptr() for gradient in gradients], table, first, table.numel())

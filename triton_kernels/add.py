@@ -40,15 +40,8 @@ def add_kernel(
 
 
 def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor], *, block: int | None = None) -> None:
-    """Add each of `values` to its place: `add_all` with one source for each."""
-    add_all(places, [[value] for value in values], block=block)
-
-
-def add_all(
-    places: Sequence[torch.Tensor], values: Sequence[Sequence[torch.Tensor]], *, block: int | None = None
-) -> None:
-    """Add to each place all of its values, once: see `AddPlan`."""
-    AddPlan(places, values, block=block).run()
+    """Add each of `values` to its place, once: see `AddPlan`."""
+    AddPlan(places, [[value] for value in values], block=block).run()
 
 
 class AddPlan:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from odc.kernels.launch import PreparedLaunch
 from odc.kernels.pack import GROUP, TILE, directory_bytes, tiles_in
-from odc.kernels.rows import Rows, row_of, row_table
+from odc.kernels.rows import fixed_rows, row_of
 
 # first program, byte offset of the parameter, words, the directory's entry of the first tile
 _COLUMNS = tl.constexpr(4)
@@ -57,15 +57,12 @@ class PatchPlan:
 
     Args:
         params: byte offset in the shard, elements and bytes of an element of each parameter.
-        make_rows: `fixed_rows` for a plan that is kept.
 
     Attributes:
         directory_bytes: that lie before the first record.
     """
 
-    def __init__(
-        self, params: Sequence[tuple[int, int, int]], device: torch.device, *, make_rows: Rows = row_table
-    ) -> None:
+    def __init__(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> None:
         self.directory_bytes = directory_bytes([(numel, itemsize) for _, numel, itemsize in params])
         self._launches: list[tuple[PreparedLaunch, int, tuple[torch.Tensor, int]]] = []
         for word in (tl.int16, tl.int8):
@@ -80,7 +77,7 @@ class PatchPlan:
                 entry += tiles
             if sum(counts):
                 run = PreparedLaunch(patch_kernel, device, WORD=word)
-                self._launches.append((run, sum(counts), make_rows(counts, columns, device)))
+                self._launches.append((run, sum(counts), fixed_rows(counts, columns, device)))
         nothing = torch.zeros(max(4, self.directory_bytes), dtype=torch.uint8, device=device)
         self.run(nothing, nothing)  # no tile has a record
 

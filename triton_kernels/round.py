@@ -16,7 +16,7 @@ import triton.language as tl
 
 from odc.kernels.dtypes import cast
 from odc.kernels.launch import PreparedLaunch, block_of, ceil_div
-from odc.kernels.rows import Rows, row_of, row_table
+from odc.kernels.rows import Rows, fixed_rows, row_of, row_table
 
 BLOCK = 128  # elements that share a scale; the format
 
@@ -153,12 +153,9 @@ class RoundingPlan:
     Args:
         params: of each parameter the elements in the sum, one after the other; the byte offset in the rounded sum, a
             multiple of 16; and whether it crosses in 8 bits, else in bf16.
-        make_rows: `fixed_rows` for a plan that is kept.
     """
 
-    def __init__(
-        self, params: Sequence[tuple[int, int, bool]], device: torch.device, *, make_rows: Rows = row_table
-    ) -> None:
+    def __init__(self, params: Sequence[tuple[int, int, bool]], device: torch.device) -> None:
         numels = [numel for numel, _, _ in params]
         self._device = device
         before = [0, *itertools.accumulate(numels)]
@@ -168,8 +165,8 @@ class RoundingPlan:
         self._round, self._add, self._keep = (
             PreparedLaunch(kernel, device, BLOCKS=self._elements // BLOCK) for kernel in kernels
         )
-        self._programs, self._rows = self._table(self._columns, make_rows)
-        nothing = make_rows([1], [(0, 0, 0, 0)], device)  # one program, without an element
+        self._programs, self._rows = self._table(self._columns, fixed_rows)
+        nothing = fixed_rows([1], [(0, 0, 0, 0)], device)  # one program, without an element
         self._round(1, *nothing, 0, 0)
         self._add(1, *nothing, 0, 0, 0)
         self._keep(1, *nothing, 0, 0, 0)

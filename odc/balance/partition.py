@@ -173,14 +173,13 @@ def refine(
     *,
     lengths: Sequence[int] | None = None,
     max_tokens: int | None = None,
-    everywhere: bool = False,
     worth: float = 0.0,
 ) -> list[list[int]]:
-    """Even out lists of samples by trades between pairs of them; the costliest never gets costlier.
+    """Even out lists of samples by trades between pairs of them; the costliest never gets costlier. Where it cannot be
+    improved, the next one is.
 
     Args:
         lengths, max_tokens: with both, no trade lifts the sum of lengths of a part over `max_tokens`.
-        everywhere: when the costliest part cannot be improved, continue with the next one.
         worth: a trade must lower the larger of two costs by at least this share of it; larger values end sooner.
     """
     listed = [i for part in parts for i in part]
@@ -197,7 +196,7 @@ def refine(
     state = new_assignment(ticks[order], np.ones(len(parts)), sizes=sizes, rooms=rooms, arrays=arrays)
     out: Any = owners if arrays else owners.tolist()
     loops.put(state, out)
-    loops.solve(state, Rules(0.0, False, reach, worth, everywhere, _PARTNERS))
+    loops.solve(state, Rules(0.0, False, reach, worth, True, _PARTNERS))
     loops.get(state, out)
     result: list[list[int]] = [[] for _ in parts]
     for i, owner in zip(samples.tolist(), out, strict=True):

@@ -150,7 +150,7 @@ def _rank_by_rank(inputs: Inputs, parts: list[list[int]]) -> list[list[list[int]
 
 
 def _evened(inputs: Inputs, bins: list[list[int]], cap: int) -> list[list[int]]:
-    return refine(bins, inputs.costs, lengths=inputs.lengths, max_tokens=cap, everywhere=True, worth=_WORTH)
+    return refine(bins, inputs.costs, lengths=inputs.lengths, max_tokens=cap, worth=_WORTH)
 
 
 def _in_steps(bins: list[list[int]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:

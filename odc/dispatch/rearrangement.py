@@ -89,11 +89,6 @@ class Rearrangement:
         """Flat source places of what `instance` gets, slot by slot."""
         return self.order[self.new_starts[instance] : self.new_starts[instance + 1]]
 
-    def validate(self) -> None:
-        """Raise PlanError unless every example is listed once."""
-        if not (np.bincount(self.order, minlength=len(self.order)) == 1).all():
-            raise PlanError("an example is listed twice, another not at all")
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Rearrangement):
             return NotImplemented

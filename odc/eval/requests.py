@@ -39,11 +39,6 @@ class RequestPlan:
         """Copies that this rank needs to have as many requests of `kind` as any other rank."""
         return max(self.counts[kind]) - self.counts[kind][self.me]
 
-    def waste(self, kind: str | None = None) -> int:
-        """Requests that padding adds over all ranks: W * max - sum, of one kind or of all kinds together."""
-        kinds = self.counts if kind is None else [kind]
-        return sum(len(self.counts[k]) * max(self.counts[k]) - sum(self.counts[k]) for k in kinds)
-
 
 def plan_requests(counts: Mapping[str, int], peers: Peers) -> RequestPlan:
     """The plan of all ranks' requests. Every rank calls it, with its own counts by kind; it waits for all.

@@ -58,17 +58,14 @@ class DataMover(Protocol):
         """Copy bytes from `source` into a peer's staging slot at `address`."""
 
     def add(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Add to this rank's accumulators, converting; the caller holds their lock."""
-
-    def accumulate(self, places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Add to a peer's accumulators, converting; the caller holds their lock."""
+        """Add to accumulators of this rank or of a peer, converting; the caller holds their lock."""
 
 
 class DeviceMover(DataMover, Protocol):
     """What moves data on a device besides: whole units, from and to all owners at once.
 
-    `atomic`: whether `accumulate` and `accumulate_all` add atomically, so that pushers need no lock. `packs`: whether
-    `pack`, `patches` and `rounding` work.
+    `atomic`: whether `accumulate_all` adds atomically, so that pushers need no lock. `packs`: whether `pack`, `patches`
+    and `rounding` work.
     """
 
     atomic: bool

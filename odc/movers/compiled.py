@@ -41,7 +41,6 @@ class CompiledMover(CudaMover):
         self._stages: dict[tuple[object, ...], EngineCopies] = {}
 
     add = staticmethod(triton.add)
-    accumulate = staticmethod(triton.accumulate)
 
     def prepare(self, device: torch.device, dtypes: Dtypes, atomic: bool) -> None:
         """See `DeviceMover.prepare`: each kernel is launched on one number. Its blocks do not depend on sizes."""
@@ -71,11 +70,11 @@ class CompiledMover(CudaMover):
 
     def patches(self, params: Sequence[tuple[int, int, int]], device: torch.device) -> PatchPlan:
         """See `DeviceMover.patches`; a patch is one launch, and one more if some elements have a byte and some more."""
-        return PatchPlan(params, device, make_rows=fixed_rows)
+        return PatchPlan(params, device)
 
     def rounding(self, params: Sequence[tuple[int, int, bool]], device: torch.device) -> RoundingPlan:
         """See `DeviceMover.rounding`; each of its calls is one launch."""
-        return RoundingPlan(params, device, make_rows=fixed_rows)
+        return RoundingPlan(params, device)
 
     def publish(self, places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         """See `DataMover.publish`; one launch a pair of dtypes."""

@@ -43,6 +43,3 @@ def put(address: int, source: int, nbytes: int) -> None:
 def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """See `DataMover.add`."""
     torch._foreach_add_(list(places), list(values))
-
-
-accumulate = add

@@ -92,7 +92,6 @@ class CudaMover:
     zero = staticmethod(driver.zero)
     put = staticmethod(driver.copy)
     add = staticmethod(cpu.add)
-    accumulate = staticmethod(cpu.add)
 
     def prepare(self, device: torch.device, dtypes: Dtypes, atomic: bool) -> None:
         """See `DeviceMover.prepare`; torch compiles nothing, and loads a kernel when it is first launched."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from odc.kernels import accumulate as accumulate_pieces
 from odc.kernels import add as add_pairs
 from odc.kernels import gather as gather_unit
 from odc.kernels import passing_table, refuse_compiled
@@ -32,12 +31,7 @@ def launch_one(device: torch.device) -> None:
     publish([number], [torch.zeros_like(number)])
 
 
-def publish(places: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.publish`."""
-    publish_shards(places, shards)
-
-
-zero = cpu.zero
+publish, add, zero = publish_shards, add_pairs, cpu.zero
 
 
 def gather(
@@ -53,17 +47,3 @@ def put(address: int, source: int, nbytes: int) -> None:
     """See `DataMover.put`."""
     values = torch.frombuffer((ctypes.c_char * nbytes).from_address(source), dtype=torch.uint8)
     put_values([values], torch.tensor([address], device="cpu"), 0)
-
-
-def add(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.add`."""
-    add_pairs(places, values)
-
-
-def accumulate(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """See `DataMover.accumulate`; atomic adds in one launch, the places being pieces of one owner's accumulator."""
-    first = places[0].data_ptr()
-    offsets = [(place.data_ptr() - first) // place.itemsize for place in places]
-    numels = [value.numel() for value in values]
-    table = passing_table([first], places[0].device)
-    accumulate_pieces(values, numels, offsets, table, dtype=places[0].dtype)

@@ -41,7 +41,6 @@ class Adder:
     def __init__(self, layout: HeapLayout, check: Callable[[], None] = lambda: None) -> None:
         self._layout, self._check = layout, check
         self._lanes = layout.heap.lanes
-        self._direct = layout.settings.accumulate == "direct"
 
     def add(self, owner: int, unit: UnitSpec, pieces: Sequence[Piece]) -> None:
         """Add all `pieces` of `unit` to the accumulator of `owner` (member index), in one turn of the lock or several.
@@ -52,8 +51,6 @@ class Adder:
         if not pieces:
             return
         peer, mover = self._layout.holder(owner), self._layout.mover
-        # Where atomic adds do not reach every peer, the lock alone keeps ranks apart, and plain adds are right.
-        add = mover.accumulate if self._direct and self._layout.heap.adds_atomically else mover.add
         total, mutex = peer.accumulator(unit), peer.mutex(unit)
         turns: Iterable[tuple[list[int], list[torch.Tensor]]] = _turns(pieces, total.itemsize)
         if self._lanes.asynchronous:  # what a turn costs there is the launch and the wait for its end
@@ -61,7 +58,7 @@ class Adder:
         for first, turn in turns:
             places = [total[at : at + values.numel()] for at, values in zip(first, turn, strict=True)]
             with mutex.held(self._layout.settings.timeout_s, self._check):
-                add(places, turn)
+                mover.add(places, turn)
                 self._lanes.settle()
 
 

@@ -43,11 +43,6 @@ class Rooms:
     grad_bytes: int
     keep: bool
 
-    @property
-    def nbytes(self) -> int:
-        """Of both arenas of one rank."""
-        return self.kv_bytes * (self.layers if self.keep else 2) + self.grad_bytes * 2
-
 
 class PieceExchange:
     """One rank's arenas and its view of its peers'. Constructing it does not wait.

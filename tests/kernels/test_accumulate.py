@@ -76,7 +76,7 @@ def test_sums_have_torchs_bits(rank: int, world: int) -> None:
 @on_interpreted_ranks(1)
 def test_slots_hold_gradients_and_zeros(rank: int, world: int) -> None:
     """A unit's gradients to every owner's slot; what a gradient is short of whole shards is zeros there."""
-    from odc.kernels import ScatterPlan, scatter
+    from odc.kernels import ScatterPlan
 
     owners, room = 3, 400
     for dtype in (F32, BF16):
@@ -89,12 +89,12 @@ def test_slots_hold_gradients_and_zeros(rank: int, world: int) -> None:
                     expected[owner, offset : offset + shard] = 0
                     expected[owner, offset : offset + part.numel()] = part
             table = torch.tensor([slot.data_ptr() for slot in slots])
-            scatter(gradients, SHARDS, OFFSETS, table, first=1, block=block)
+            numels, addresses = zip(*((gradient.numel(), gradient.data_ptr()) for gradient in gradients), strict=True)
+            plan = ScatterPlan(numels, SHARDS, OFFSETS, dtype, owners, torch.device("cpu"), block=block)
+            plan.run(addresses, table, 1, owners)
             assert same_bits(slots, expected), f"{dtype}, blocks of {block}"
             slots.fill_(7.0)
-            numels = [gradient.numel() for gradient in gradients]
-            plan = ScatterPlan(numels, SHARDS, OFFSETS, dtype, owners, torch.device("cpu"), block=block)
-            plan.run([gradient.data_ptr() for gradient in gradients], table, 2, 2, programs=3)  # not to owner 1
+            plan.run(addresses, table, 2, 2, programs=3)  # not to owner 1
             expected[1] = 7.0
             assert same_bits(slots, expected), f"{dtype}, blocks of {block}, two owners"
 

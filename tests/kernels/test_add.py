@@ -81,7 +81,7 @@ def test_staged_push(rank: int, world: int) -> None:
 @on_interpreted_ranks(1)
 def test_sources_are_added_in_one_go(rank: int, world: int) -> None:
     """Each place with as many values as it has, in their order: the bits of as many adds, one source askew."""
-    from odc.kernels import add_all
+    from odc.kernels import AddPlan
 
     room = numbers(1, 5000, F32)
     for to in (F32, F64):
@@ -92,7 +92,7 @@ def test_sources_are_added_in_one_go(rank: int, world: int) -> None:
                 [numbers(9, 17, BF16)],
                 [room[:40], room[1:41], room[4:44]],
             ]
-            add_all(totals, values, block=block)
+            AddPlan(totals, values, block=block).run()
             for total, sources in zip(expected, values, strict=True):
                 for source in sources:
                     add_reference([total], [source])
@@ -102,7 +102,7 @@ def test_sources_are_added_in_one_go(rank: int, world: int) -> None:
 @on_interpreted_ranks(1)
 def test_half_accumulators_are_refused(rank: int, world: int) -> None:
     from odc.errors import UnsupportedError
-    from odc.kernels import add, add_all
+    from odc.kernels import AddPlan, add
 
     for dtype in (F16, BF16):
         with pytest.raises(UnsupportedError, match="fp32 or fp64"):
@@ -110,4 +110,4 @@ def test_half_accumulators_are_refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="4 elements are needed; these are 3 elements of torch.float32"):
         add([torch.zeros(4)], [torch.ones(3)])
     with pytest.raises(ValueError, match="4 elements of torch.float32, 4 elements of torch.bfloat16"):
-        add_all([torch.zeros(4)], [[torch.ones(4), torch.ones(4, dtype=BF16)]])
+        AddPlan([torch.zeros(4)], [[torch.ones(4), torch.ones(4, dtype=BF16)]])

@@ -80,7 +80,6 @@ def minibatch(
                     mover.differ([values[0][:numel]], [shard], found)
                     if atomic:
                         mover.accumulate_all(values, (numel,), (0,), [(0, sums), (1, sums)])
-                        mover.accumulate([sums[:numel]], [values[0][:numel]])
 
 
 def note_locks() -> None:

@@ -98,10 +98,6 @@ class MinibatchSampler:
         self._drawn = 0
         self._order: tuple[int, NDArray[np.int64]] | None = None
 
-    @property
-    def epoch(self) -> int:
-        return self._drawn // self._documents
-
     def __iter__(self) -> Iterator[list[int]]:
         return self
 

@@ -33,10 +33,6 @@ class Microbatch:
     lengths: tuple[int, ...]
     label_tokens: int
 
-    @property
-    def tokens(self) -> int:
-        return self.input_ids.shape[1]
-
     def model_inputs(self, labels: bool = True) -> dict[str, Any]:
         """Keyword arguments for a transformers causal LM whose attention is `odc_documents` or FlashAttention.
 

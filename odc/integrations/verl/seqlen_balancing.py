@@ -91,7 +91,7 @@ def _bins(tokens: list[int], work: list[float], order: list[int], count: int, ma
     bins = pack_evenly(tokens, work, order, count, max_tokens)
     if bins is None:
         raise PlanError(f"found no way to pack {len(tokens)} samples or groups into {count} microbatches")
-    bins = refine(bins, work, lengths=tokens, max_tokens=max_tokens, everywhere=True, worth=1e-3)
+    bins = refine(bins, work, lengths=tokens, max_tokens=max_tokens, worth=1e-3)
     return _none_empty([sorted(bin_) for bin_ in bins])
 
 

@@ -21,7 +21,7 @@ def test_two_documents_by_hand():
     assert mb.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert mb.position_ids.tolist() == [[0, 1, 2, 0, 1]]
     assert mb.labels.tolist() == [[6, 7, IGNORED, 9, IGNORED]]
-    assert (mb.lengths, mb.label_tokens, mb.tokens) == ((3, 2), 3, 5)
+    assert (mb.lengths, mb.label_tokens, mb.input_ids.shape) == ((3, 2), 3, (1, 5))
     assert {t.dtype for t in (mb.input_ids, mb.position_ids, mb.labels)} == {torch.int64}
     assert pack([document([5, 6, 7, 8], [0, 0, 1, 0])]).labels.tolist() == [[IGNORED, 7, IGNORED, IGNORED]]
     trained_first = pack([document([5, 6]), document([7, 8], [1, 1])])

@@ -42,7 +42,6 @@ def test_resume_continues_exactly(documents: int, size: int, steps: int):
     state = json.loads(json.dumps(sampler.state_dict()))
     resumed = MinibatchSampler(documents, size, 3)
     resumed.load_state_dict(state)
-    assert resumed.epoch == sampler.epoch == steps * size // documents
     assert flat(resumed, 8) == flat(sampler, 8)
 
 
