@@ -162,7 +162,9 @@ def test_a_flush_that_a_signal_ends_leaves_its_pushes_to_the_next_one(monkeypatc
         assert_flush_waits(sender, pusher)
 
 
-def test_a_push_that_failed_is_raised_by_the_flush_after_one_that_a_signal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_failed_is_raised_by_the_flush_after_one_that_a_signal_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or the minibatch would end as if that push had arrived."""
     with sending(overlap=True) as (sender, pusher):
         pusher.fails = True
