@@ -197,16 +197,21 @@ def test_a_claim_that_a_signal_cuts_short_costs_the_minibatch(rank: int, world: 
     def interrupted(*unused: Any) -> None:
         raise KeyboardInterrupt
 
-    given_up = "by rank 0: a claim of a microbatch ended with KeyboardInterrupt"
-    with pytest.raises(AbandonedMinibatchError, match=given_up), model.minibatch():
-        claims = model.claim(loaded(rank, 0, 2))
-        if rank == 0:
-            with mock.patch.object(Queue, "_copy", interrupted), pytest.raises(KeyboardInterrupt):
-                next(claims)
-            store.set(f"{name} is cut short", "")
-        store.wait([f"{name} is cut short"])
-        for one in claims:
-            backward(model, one["x"])
+    def one_minibatch() -> None:
+        with model.minibatch():
+            claims = model.claim(loaded(rank, 0, 2))
+            if rank == 0:
+                with mock.patch.object(Queue, "_copy", interrupted), pytest.raises(KeyboardInterrupt):
+                    next(claims)
+                store.set(f"{name} is cut short", "")
+            store.wait([f"{name} is cut short"])
+            for one in claims:
+                backward(model, one["x"])
+
+    with pytest.raises(
+        AbandonedMinibatchError, match="by rank 0: a claim of a microbatch ended with KeyboardInterrupt"
+    ):
+        one_minibatch()
     claim_all(model, loaded(rank, 1, 2), float)
     assert any(gradient is not None for gradient in own_gradients(model).values())
 
