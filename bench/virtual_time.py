@@ -183,20 +183,6 @@ class VirtualTime:
                     self.wait_here()
                 return self._set or time.poll(lambda: self._set, timeout or 0.0)
 
-        class Semaphore(_Waited):
-            def __init__(self, value: int) -> None:
-                super().__init__(time)
-                self._value = value
-
-            def acquire(self) -> None:
-                while self._value == 0:
-                    self.wait_here()
-                self._value -= 1
-
-            def release(self) -> None:
-                self._value += 1
-                self.wake_all()
-
         class Condition(_Waited):
             """Needs no lock, as one thread runs at a time: what is between two waits is never interrupted."""
 
@@ -244,7 +230,6 @@ class VirtualTime:
 
         made = SimpleNamespace(
             Event=Event,
-            Semaphore=Semaphore,
             Condition=Condition,
             Lock=threading.Lock,
             RLock=threading.RLock,

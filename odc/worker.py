@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -84,10 +85,11 @@ class Worker:
     def __init__(self, name: str, depth: int | None = None) -> None:
         # Not a Queue: a finalizer may submit or close on a thread that holds the queue's lock at that moment.
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        self._room = None if depth is None else threading.Semaphore(depth)
+        # Whether each of the newest jobs is over: of as many as may wait, and one that runs. Without a depth empty.
+        self._newest = deque[threading.Event]((), 0 if depth is None else depth + 1)
         self._starting = threading.Lock()  # taken once
-        arguments = (self._jobs, self._room)  # not the worker, or it would never end
-        self._thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
+        # Not given the worker, or it would never end.
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Job[Any]) -> None:
@@ -100,9 +102,10 @@ class Worker:
             except RuntimeError:
                 self._starting.release()
                 raise
-        if self._room is not None:
-            self._room.acquire()
+        if self._newest and len(self._newest) == self._newest.maxlen:
+            self._newest[0].wait()
         self._jobs.put(job)
+        self._newest.append(job._done)
 
     def close(self, within_s: float = 0.0) -> None:
         """End the thread once it has run what was submitted, and wait so long for that; 0 never waits."""
@@ -124,9 +127,7 @@ def in_background(name: str, work: Callable[[], None]) -> None:
     Worker(name).submit(Job(guarded))
 
 
-def _work(jobs: queue.SimpleQueue[Job[Any] | None], room: threading.Semaphore | None) -> None:
+def _work(jobs: queue.SimpleQueue[Job[Any] | None]) -> None:
     while (job := jobs.get()) is not None:
-        if room is not None:
-            room.release()
         job.run()
         del job  # an idle worker keeps nothing alive

@@ -184,6 +184,26 @@ def test_a_full_queue_holds_up_the_caller(worker: Worker) -> None:
     jobs[2].wait()
 
 
+def test_a_job_that_a_signal_keeps_from_being_submitted_takes_no_room(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handler may raise just after `submit` has found room."""
+
+    class Interrupting:
+        @staticmethod
+        def put(job: Job[None]) -> None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as signalled:
+        signalled.setattr(worker, "_jobs", Interrupting)
+        for _ in range(2):  # as many as may wait
+            with pytest.raises(KeyboardInterrupt):
+                worker.submit(Job(lambda: None))
+    last = Job(lambda: None)
+    threading.Thread(target=worker.submit, args=(last,), daemon=True).start()
+    assert last.over(60.0)
+
+
 def test_an_idle_worker_keeps_no_job_alive(worker: Worker) -> None:
     """A failed one would keep its error, and with it the frames and gradients that the error passed."""
     job = Job(fail)

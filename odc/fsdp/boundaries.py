@@ -174,13 +174,17 @@ class Claims(Iterator[dict[str, torch.Tensor]]):
                 "this model has no queue: give the root's fully_shard settings=Settings(queue_bytes=...), room for the "
                 "microbatches that one rank offers in one minibatch"
             )
-        self._queue, self._ranks = root.member.queue, root.grid.ranks
+        self._queue, self._ranks, self._machine = root.member.queue, root.grid.ranks, root.minibatch
         self.number = self.rank = -1
         self._queue.offer(mine, costs)
 
     def __next__(self) -> dict[str, torch.Tensor]:
         begin = recorder().now()
-        found = self._queue.claim()
+        try:
+            found = self._queue.claim()
+        except BaseException as error:  # the microbatch that it has claimed, if it has, no rank will compute
+            self._machine.abandon(f"a claim of a microbatch ended with {type(error).__name__}")
+            raise
         if found is None:
             raise StopIteration
         self.number, self.rank = found.number, self._ranks[found.member]

@@ -256,9 +256,9 @@ class Minibatch:
 
     def reset(self) -> None:
         """As `FSDPModule.reset_iter_state`: what the open minibatch holds of this rank is lost."""
-        self._iteration.reset(self._groups)
         if self.current.pushed:
             self.abandon("reset_iter_state() was called after gradients of this minibatch had been pushed")
+        self._iteration.reset(self._groups)
 
     def recover(self) -> None:
         """Clear torch's state after an exception that the training loop has caught; outside of a backward.

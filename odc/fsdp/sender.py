@@ -61,12 +61,13 @@ class Sender:
         begin = recorder().now()
         for job in self._jobs:
             job.over(None)
-        jobs, self._jobs = self._jobs, []
-        errors = [job.error for job in jobs if job.error is not None]
-        if jobs:
+        errors = [job.error for job in self._jobs if job.error is not None]
+        if self._jobs:
             recorder().add(PUSH, begin)
+        errors.sort(key=lambda error: not isinstance(error, OdcError))
+        self._jobs = []  # a signal's handler that raises before this loses no error, and none can run after it
         if errors:
-            raise next((error for error in errors if isinstance(error, OdcError)), errors[0])
+            raise errors[0]
 
     def close(self) -> None:
         if self._worker is not None:

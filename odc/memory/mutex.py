@@ -95,13 +95,13 @@ class RobustMutex:
         Raises PeerLostError if a process died while it held the lock, now or earlier; WaitTimeoutError if it was not
         free in time; RuntimeError if this thread holds it already.
         """
-        code = _pthread().try_lock(self._address)
-        if code == errno.ETIMEDOUT:
-            try:
+        try:
+            code = _pthread().try_lock(self._address)
+            if code == errno.ETIMEDOUT:
                 code = self._wait(timeout_s, check)
-            except BaseException:
-                _pthread().unlock(self._address)  # taken, if a signal's handler raised just then; else an error code
-                raise
+        except BaseException:
+            _pthread().unlock(self._address)  # taken, if a signal's handler raised just then; else an error code
+            raise
         if code:
             self._refuse(code, timeout_s)
 

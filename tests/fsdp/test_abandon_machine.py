@@ -112,8 +112,9 @@ def test_a_push_that_was_cut_short_leaves_nothing_behind(two: list[Rank], monkey
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
+@pytest.mark.parametrize(("see_to", "reason"), [("recover", "a backward ended with"), ("reset", "reset_iter_state()")])
 def test_a_signal_while_a_failed_backward_is_seen_to_does_not_save_its_minibatch(
-    two: list[Rank], monkeypatch: pytest.MonkeyPatch, forgotten: bool
+    two: list[Rank], monkeypatch: pytest.MonkeyPatch, see_to: str, reason: str, forgotten: bool
 ) -> None:
     """Whether torch's state, which shows that a backward failed, is cleared by then or not."""
     begin(two)
@@ -128,9 +129,9 @@ def test_a_signal_while_a_failed_backward_is_seen_to_does_not_save_its_minibatch
     with monkeypatch.context() as signalled:
         signalled.setattr(iteration, "reset", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            two[0].machine.recover()
+            getattr(two[0].machine, see_to)()
     two[1].push(0, 1.0)
-    assert_abandoned(two, 10, "a backward ended with an exception")
+    assert_abandoned(two, 10, reason)
 
 
 def test_a_push_that_fails_behind_backward_gives_the_minibatch_up(
@@ -196,6 +197,20 @@ def test_reset_gives_up_what_was_pushed_and_nothing_else(two: list[Rank]) -> Non
     two[0].push(0, 1.0)
     two[0].machine.reset()
     assert_abandoned(two, 10, "reset_iter_state()")
+
+
+def test_reset_raises_where_another_backward_of_the_minibatch_was_to_come(
+    two: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`no_sync` has marked the next backward as the last again as the error left it."""
+    for rank in two:
+        rank.machine.begin()
+    two[0].push(0, 1.0)
+    two[0].iteration.cut_short, two[0].iteration.marked_last = "backward", False
+    monkeypatch.setattr(two[0].iteration, "is_last_backward", lambda: True)
+    two[1].machine.done()
+    with pytest.raises(AbandonedMinibatchError, match="reset_iter_state"):
+        two[0].machine.reset()
 
 
 def test_an_error_at_the_end_ends_the_job_and_is_not_stepped_over(

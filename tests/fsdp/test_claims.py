@@ -29,9 +29,10 @@ from support.ranks import Pools, RankOutcome
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import OdcError, Settings, fully_shard
-from odc.errors import PeerLostError, UnsupportedError
+from odc.errors import AbandonedMinibatchError, PeerLostError, UnsupportedError
 from odc.fsdp import default_store
 from odc.memory import atomics, plain_x86_64
+from odc.protocol.queue import Queue
 
 Ended = Callable[..., list[RankOutcome]]
 CASE = Case(counts=((0,),))
@@ -185,6 +186,33 @@ def test_a_rank_may_compute_nothing(rank: int, world: int, name: str) -> None:
             numbers.append(claims.number)
         store.set(f"{name} is empty", "")
     assert numbers == list(range(6 * rank))
+    assert any(gradient is not None for gradient in own_gradients(model).values())
+
+
+@on_ranks(2)
+def test_a_claim_that_a_signal_cuts_short_costs_the_minibatch(rank: int, world: int, name: str) -> None:
+    """No rank computes what was claimed: the others would train without it."""
+    model, store = sharded(world), default_store()
+
+    def interrupted(*unused: Any) -> None:
+        raise KeyboardInterrupt
+
+    def one_minibatch() -> None:
+        with model.minibatch():
+            claims = model.claim(loaded(rank, 0, 2))
+            if rank == 0:
+                with mock.patch.object(Queue, "_copy", interrupted), pytest.raises(KeyboardInterrupt):
+                    next(claims)
+                store.set(f"{name} is cut short", "")
+            store.wait([f"{name} is cut short"])
+            for one in claims:
+                backward(model, one["x"])
+
+    with pytest.raises(
+        AbandonedMinibatchError, match="by rank 0: a claim of a microbatch ended with KeyboardInterrupt"
+    ):
+        one_minibatch()
+    claim_all(model, loaded(rank, 1, 2), float)
     assert any(gradient is not None for gradient in own_gradients(model).values())
 
 

@@ -162,6 +162,28 @@ def test_a_flush_that_a_signal_ends_leaves_its_pushes_to_the_next_one(monkeypatc
         assert_flush_waits(sender, pusher)
 
 
+def test_a_push_that_failed_is_raised_by_the_flush_after_one_that_a_signal_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the minibatch would end as if that push had arrived."""
+    with sending(overlap=True) as (sender, pusher):
+        pusher.fails = True
+        pusher.open.set()
+        send(sender, "a")
+
+        def interrupted(*span: Any, **more: Any) -> None:
+            raise KeyboardInterrupt
+
+        sender._jobs[0].over(None)
+        with monkeypatch.context() as signalled:
+            signalled.setattr(recorder(), "add", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                sender.flush()
+        with pytest.raises(WaitTimeoutError, match="a could not be pushed"):
+            sender.flush()
+        sender.flush()
+
+
 def test_a_push_that_began_as_a_signal_came_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with sending(overlap=True) as (sender, pusher):
         worker = sender._worker

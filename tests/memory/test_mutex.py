@@ -87,15 +87,17 @@ def test_what_is_checked_while_a_lock_is_held_ends_the_wait(lock: RobustMutex) -
     assert asked == [1, 1], "never of a lock that is free"
 
 
-def test_a_signal_as_the_lock_is_taken_leaves_it_free(lock: RobustMutex, monkeypatch) -> None:
+@pytest.mark.parametrize("free", [True, False])
+def test_a_signal_as_the_lock_is_taken_leaves_it_free(lock: RobustMutex, monkeypatch, free: bool) -> None:
     """What its handler raises comes once the call has returned, with the lock held, before anything knows of it."""
     pthread = mutex._pthread()
 
-    def taken_as_a_signal_comes(address: int, seconds: float) -> int:
+    def taken_as_a_signal_comes(address: int, seconds: float = 0.0) -> int:
         assert pthread.try_lock(address) == 0
         raise KeyboardInterrupt
 
-    late = pthread._replace(try_lock=lambda address: errno.ETIMEDOUT, lock_for=taken_as_a_signal_comes)
+    at_once = taken_as_a_signal_comes if free else lambda address: errno.ETIMEDOUT
+    late = pthread._replace(try_lock=at_once, lock_for=taken_as_a_signal_comes)
     with monkeypatch.context() as patched:
         patched.setattr(mutex, "_pthread", lambda: late)
         with pytest.raises(KeyboardInterrupt):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from support.hosts import Hosts, need_hosts
@@ -146,20 +148,61 @@ def test_what_an_engine_reads_outlives_the_links(lost_after_s: float) -> None:
     assert server == 0 and link + 5000 < reader <= 1000 * (idle + between * most)
 
 
-def test_a_link_that_sent_a_part_of_a_message_sends_no_other() -> None:
-    """The other end could not see where the next one begins; and each further one would block as long."""
+@pytest.fixture
+def joined_here() -> Iterator[tuple[HostLink, socket.socket]]:
+    """A link within this machine, and its other end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname(), 60.0)
         theirs, _ = listener.accept()
     ours.settimeout(None)
     link = HostLink(0, ours)
-    limit_calls(ours, socket.SO_SNDTIMEO, 0.05)
     with theirs:
-        with pytest.raises(OSError) as first:
-            link.send(bytes(1 << 26))
         theirs.settimeout(60.0)
-        theirs.recv(1 << 24)  # there is room again
-        with pytest.raises(OSError) as second:
-            link.send(encode(StoredWord(Word.DONE, 1)))
-        assert second.value is first.value
+        yield link, theirs
     link.close()
+
+
+def test_a_link_that_sent_a_part_of_a_message_sends_no_other(joined_here: tuple[HostLink, socket.socket]) -> None:
+    """The other end could not see where the next one begins; and each further one would block as long."""
+    link, theirs = joined_here
+    limit_calls(link._connection, socket.SO_SNDTIMEO, 0.05)
+    with pytest.raises(OSError) as first:
+        link.send(bytes(1 << 26))
+    theirs.recv(1 << 24)  # there is room again
+    with pytest.raises(OSError) as second:
+        link.send(encode(StoredWord(Word.DONE, 1)))
+    assert second.value is first.value
+
+
+@pytest.mark.parametrize("amid", [True, False])
+def test_a_signal_amid_a_message_breaks_a_link_and_before_one_does_not(
+    joined_here: tuple[HostLink, socket.socket], amid: bool
+) -> None:
+    link, theirs = joined_here
+    word = encode(StoredWord(Word.DONE, 1))
+
+    def alarmed(*unused: object) -> None:
+        if link.unacknowledged():  # it has begun to send
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            raise KeyboardInterrupt
+
+    if not amid:  # nothing fits any more
+        link._connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                link._connection.send(word)
+        link._connection.setblocking(True)
+    before = signal.signal(signal.SIGALRM, alarmed)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            link.send(bytes(1 << 26) if amid else word)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    theirs.recv(1 << 24, socket.MSG_WAITALL if amid else 0)  # there is room again
+    if amid:
+        with pytest.raises(OSError, match="KeyboardInterrupt"):
+            link.send(word)
+    else:
+        link.send(word)
