@@ -54,7 +54,7 @@ def bench(
         print(tables.compare(*(tables.load(path) for path in compare)))
         return
     on, json = _device(device), json or _FIGURES
-    parts = [name.strip() for name in only.split(",")] if only else suite.parts_of(on)
+    parts = suite.parts_of(on, [name.strip() for name in only.split(",")] if only else None)
     worlds = _worlds(ranks) if ranks else suite.fitting_ranks(on)
     wanted = [_bytes(word) for word in (sizes or (_QUICK_SIZES if quick else _SIZES)).split(",")]
     with writing("json", json):
