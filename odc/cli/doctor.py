@@ -51,11 +51,8 @@ def doctor(
         _print_reach()
         return
     if model is not None:
-        _print_ledger(
-            [name.strip() for name in model.split(",")],
-            8 if ranks is None else ranks,
-            1 if hosts is None else hosts,
-        )
+        names = [name.strip() for name in model.split(",")]
+        _print_ledger(names, 8 if ranks is None else ranks, 1 if hosts is None else hosts)
         return
     from odc import doctor as doctors
 
