@@ -42,16 +42,17 @@ def preflight(config: JobConfig) -> None:
             raise ConfigError(f"{name}: there is no file or folder {path}")
     if config.tokenizer not in TOKENIZERS and not Path(config.tokenizer).is_dir():
         raise ConfigError(f"tokenizer: {config.tokenizer} is no folder and none of {', '.join(TOKENIZERS)}")
+    # Other ranks probe the folder at the same time, and NFS keeps a file that was removed while it is open.
+    export = None if config.export is None else Path(config.export)
+    names = [path.name for path in export.iterdir()] if export is not None and export.is_dir() else []
+    found = [name for name in names if not name.startswith((_PROBE, ".nfs"))]
+    if found and PARTIAL not in found:  # which is removed last: an export that was interrupted is written again
+        raise ConfigError(f"export: {config.export} is not empty; name a new folder")
     check_output(config.output, config.resume)
     for name in ("export", "spans"):
         folder = getattr(config, name)
         if folder is not None:
             writable_folder(Path(folder), name)
-    # Other ranks probe the folder at the same time, and NFS keeps a file that was removed while it is open.
-    names = [] if config.export is None else [path.name for path in Path(config.export).iterdir()]
-    found = [name for name in names if not name.startswith((_PROBE, ".nfs"))]
-    if found and PARTIAL not in found:  # which is removed last: an export that was interrupted is written again
-        raise ConfigError(f"export: {config.export} is not empty; name a new folder")
 
 
 def check_extras(config: JobConfig) -> None:
