@@ -43,6 +43,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--model", "nowhere.json"], "odc: model: 'nowhere.json' is neither a config file nor one of "),
         (["--json", "/does/not/exist.json"], "odc: json: cannot write /does/not/exist.json: No such file"),
         (["--json", "/"], "odc: json: cannot write /: Is a directory"),
+        (["--json", "-"], "odc: json: name a file, or /dev/stdout, not -"),
     ],
     "simulate": [
         (["--lengths", "nowhere"], "longalign"),
