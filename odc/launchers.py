@@ -22,6 +22,7 @@ LAST_PORT = 65535
 _PORT = 29500  # where the launcher gives each job a network of its own
 _FIRST_PORT, _PORTS = 20000, 10000  # below those that Linux hands out by itself
 _LOOPBACK = "127.0.0.1"
+_ONE_HOST = (_LOOPBACK, "localhost", "::1", None)
 _NODES = r"(?:[^,\[\]\s]|\[[\d,-]+\])+"
 
 
@@ -191,6 +192,8 @@ def _torchrun(given: _Variables) -> Launched | None:
     if not {"RANK", "WORLD_SIZE"} <= given.of.keys():
         return None
     rank, world = given.number("RANK"), given.number("WORLD_SIZE")
+    if world > 1 and not given.text("LOCAL_WORLD_SIZE") and given.text("MASTER_ADDR") not in _ONE_HOST:
+        given.missing.append("LOCAL_WORLD_SIZE is not set, the ranks of this host: export it and LOCAL_RANK")
     local_world = given.number("LOCAL_WORLD_SIZE", otherwise=world) or world
     hosts = given.number("GROUP_WORLD_SIZE", otherwise=-(-world // max(1, local_world)))
     return given.launched(
@@ -243,6 +246,15 @@ def _hydra(given: _Variables) -> Launched | None:
     if not {"PMI_RANK", "MPI_LOCALNRANKS"} <= given.of.keys():
         return None
     return _mpi(given, "mpiexec", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), None)
+
+
+def _other_mpiexec(given: _Variables) -> Launched | None:
+    """PMI's variables alone, as of Flux and of Cray's PALS, do not name the ranks of a host."""
+    if "PMI_RANK" not in given.of or given.number("PMI_SIZE", otherwise=1) < 2:
+        return None
+    do = "export RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or use srun or torchrun"
+    missing = f"PMI_RANK is set, but not MPI_LOCALNRANKS, the ranks of this host: {do}"
+    return Launched("PMI", world=given.number("PMI_SIZE"), missing=(missing,))
 
 
 def _srun(given: _Variables) -> Launched | None:
@@ -360,6 +372,7 @@ _READERS: tuple[Callable[[_Variables], Launched | None], ...] = (
     _mpirun,
     _hydra,
     _srun,
+    _other_mpiexec,
     _kubernetes,
     _skypilot,
     _dstack,

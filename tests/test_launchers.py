@@ -125,8 +125,13 @@ def test_torchruns_variables_win_over_all_others() -> None:
 
 
 def test_a_loop_of_the_shell_sets_a_part_of_torchruns() -> None:
-    few = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    assert find(few) == Launched("torchrun", 3, 4, 3, 4, 0, 1, "h", 1)
+    few = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    assert find(few) == Launched("torchrun", 3, 4, 3, 4, 0, 1, "localhost", 1)
+    of_pods = few | {"MASTER_ADDR": "job-master-0"}  # as of Kubeflow's PyTorchJob
+    assert missing(of_pods) == "LOCAL_WORLD_SIZE is not set, the ranks of this host: export it and LOCAL_RANK"
+    assert find(of_pods | {"LOCAL_WORLD_SIZE": "2"}) == Launched("torchrun", 3, 4, 1, 2, 1, 2, "job-master-0", 1)
+    alone = few | {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h"}
+    assert find(alone) == Launched("torchrun", 0, 1, 0, 1, 0, 1, "h", 1)
     assert missing({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}).startswith("MASTER_ADDR is not set")
 
 
@@ -181,6 +186,15 @@ def test_what_is_missing_under_other_launchers() -> None:
     assert "PET_NNODES is '1:4', which is no number" in missing(TRAINJOB | {"PET_NNODES": "1:4"})
     assert "SKYPILOT_NODE_IPS is empty" in missing(SKYPILOT | {"SKYPILOT_NODE_IPS": " \n"})
     assert "DSTACK_MASTER_NODE_IP is empty" in missing({name: DSTACK[name] for name in list(DSTACK)[:2]})
+
+
+def test_pmi_alone_does_not_name_the_ranks_of_a_host() -> None:
+    """As under Flux and PALS: each process would be a job of its own."""
+    some = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+    found = find(some)
+    assert found is not None and found.world == 4
+    assert found.describe().startswith("PMI: PMI_RANK is set, but not MPI_LOCALNRANKS, the ranks of this host: export ")
+    assert find(some | {"PMI_SIZE": "1"}) is None and find(some | SRUN) == find(SRUN), "srun --mpi=pmi2"
 
 
 def test_an_indexed_job_is_alone_until_its_manifest_says_how_many_pods_it_has() -> None:

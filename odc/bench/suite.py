@@ -37,9 +37,16 @@ def fitting_ranks(device: str) -> list[int]:
     return [2, *(world for world in (4, 8) if world <= room)]
 
 
-def parts_of(device: str) -> list[str]:
-    """Names of what can be measured on `device` here."""
-    return [name for name in PARTS if not unfit(name, device)]
+def parts_of(device: str, only: Iterable[str] | None = None) -> list[str]:
+    """Names of what can be measured on `device` here; or `only`, and ConfigError where one of them cannot."""
+    if only is None:
+        return [name for name in PARTS if not unfit(name, device)]
+    for name in (chosen := [*only]):
+        if name not in PARTS:
+            raise ConfigError(f"only: {name} is none of {', '.join(PARTS)}")
+        if why := unfit(name, device):
+            raise ConfigError(f"only: {why}")
+    return chosen
 
 
 def unfit(name: str, device: str) -> str:
@@ -63,12 +70,7 @@ def run(
     `worlds` are numbers of ranks, `sizes` bytes. This process is rank 0, on CUDA a fresh one for each world. `report`
     gets lines of progress and must pickle.
     """
-    begun, found, chosen = begin(), _Found(), list(parts)
-    for name in chosen:
-        if name not in PARTS:
-            raise ConfigError(f"only: {name} is none of {', '.join(PARTS)}")
-        if why := unfit(name, device):
-            raise ConfigError(f"only: {why}")
+    begun, found, chosen = begin(), _Found(), parts_of(device, parts)
     if "planners" in chosen:
         found.rows += _planned(effort, report)
     for world in worlds:

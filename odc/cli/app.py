@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from typing import Annotated
@@ -53,15 +54,22 @@ _shown = {"traceback": False}
 
 
 def run(arguments: list[str]) -> int:
-    """Runs one command and returns the exit code. Errors of odc are one line, unless `--traceback` was given."""
+    """Runs one command and returns the exit code. Errors of odc, and of the system, are one line, unless `--traceback`
+    was given. A reader that has closed standard output is none.
+    """
     code = 0
     try:
-        app(args=arguments, prog_name="odc")
+        try:
+            app(args=arguments, prog_name="odc")
+        finally:
+            _flush()
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except KeyboardInterrupt:  # before typer runs the command, or as it ends
         code = _INTERRUPTED
-    except OdcError as error:
+    except BrokenPipeError:
+        code = 1  # as typer's
+    except (OdcError, OSError) as error:
         if _shown["traceback"]:
             traceback.print_exc()
             for rank, text in getattr(error, "tracebacks", {}).items():
@@ -72,3 +80,13 @@ def run(arguments: list[str]) -> int:
     if code == _INTERRUPTED:
         print("odc: interrupted", file=sys.stderr)
     return code
+
+
+def _flush() -> None:
+    """Writes what standard output holds. Where that fails it is dropped: Python would try again as it ends."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise

@@ -17,6 +17,7 @@ _HERE = [name for name, part in PARTS.items() if part.on != "cuda"]
 _CUDA_ONLY = [name for name in PARTS if name not in _HERE]
 _QUICK_SIZES = "64K,1M,16M"
 _SIZES = f"{_QUICK_SIZES},64M,256M"
+_FIGURES = Path("runs/bench/suite.json")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -31,7 +32,7 @@ def bench(
     ] = None,
     device: Annotated[str | None, Option(help="cpu or cuda.", show_default="cuda where there is one")] = None,
     quick: Annotated[bool, Option("--quick", help="Few rounds, small sizes: does it run, not how fast.")] = False,
-    json: Annotated[Path, Option(help="Where figures are written.")] = Path("runs/bench/suite.json"),
+    json: Annotated[Path | None, Option(help="Where figures are written.", show_default=str(_FIGURES))] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
         Option(metavar="A.json B.json", help="Measure nothing: compare two saved runs.", show_default="none"),
@@ -45,13 +46,15 @@ def bench(
     """
     if compare is None:  # before torch is loaded
         print(f"odc bench: takes {'a minute' if quick else 'minutes'} on a quiet machine", file=sys.stderr, flush=True)
+    elif quick or any((only, ranks, sizes, device, json)):
+        raise ConfigError("--compare measures nothing: leave out the other options")
     from odc.bench import suite, tables
 
     if compare is not None:
         print(tables.compare(*(tables.load(path) for path in compare)))
         return
-    on = _device(device)
-    parts = [name.strip() for name in only.split(",")] if only else suite.parts_of(on)
+    on, json = _device(device), json or _FIGURES
+    parts = suite.parts_of(on, [name.strip() for name in only.split(",")] if only else None)
     worlds = _worlds(ranks) if ranks else suite.fitting_ranks(on)
     wanted = [_bytes(word) for word in (sizes or (_QUICK_SIZES if quick else _SIZES)).split(",")]
     with writing("json", json):

@@ -28,8 +28,8 @@ def doctor(
             show_default="none",
         ),
     ] = None,
-    ranks: Annotated[int, Option(help="With --model: ranks, all in one mesh.")] = 8,
-    hosts: Annotated[int, Option(help="With --model: hosts that they run on.")] = 1,
+    ranks: Annotated[int | None, Option(help="With --model: ranks, all in one mesh.", show_default="8")] = None,
+    hosts: Annotated[int | None, Option(help="With --model: hosts that they run on.", show_default="1")] = None,
     reach: Annotated[
         bool, Option("--reach", help="Started on every host by the job's launcher: do all hosts reach each other?")
     ] = False,
@@ -43,11 +43,16 @@ def doctor(
     """
     if (reach or model is not None) and (as_json or need is not None):
         raise ConfigError("--reach and --model print tables of their own: leave out --need and --json")
+    if reach and model is not None:
+        raise ConfigError("--reach and --model print different tables: give one of them")
+    if model is None and (ranks is not None or hosts is not None):
+        raise ConfigError("--ranks and --hosts go with --model")
     if reach:
         _print_reach()
         return
     if model is not None:
-        _print_ledger([name.strip() for name in model.split(",")], ranks, hosts)
+        names = [name.strip() for name in model.split(",")]
+        _print_ledger(names, 8 if ranks is None else ranks, 1 if hosts is None else hosts)
         return
     from odc import doctor as doctors
 

@@ -21,6 +21,8 @@ def writing(name: str, path: Path) -> Iterator[None]:
 
 def require_writable(name: str, path: Path) -> None:
     """Before long work: `path` can be written, or where there is none yet, a file in its folder; or ConfigError."""
+    if str(path) == "-":
+        raise ConfigError(f"{name}: name a file, or /dev/stdout, not -")
     with writing(name, path):
         if path.is_dir() or path.is_file():
             path.open("ab").close()

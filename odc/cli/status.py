@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from odc.errors import ConfigError
 from odc.launchers import parent_of
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def status(
     """
     from rich.console import Console
 
+    if as_json and watch:
+        raise ConfigError("--watch shows a table: leave out --json")
     if as_json:
         answers = [{"job": started_by(one.pid)} | vars(one) | _nowhere(one) for one in _asked(job)]
         print(json.dumps(answers, indent=2))

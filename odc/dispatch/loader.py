@@ -33,6 +33,20 @@ class Overlap:
         return max(0.0, self.planning_s - self.waited_s)
 
 
+@dataclass(frozen=True)
+class _Raised:
+    """Stands for the batch that could not be drawn; the last, as an iterator ends with its first error."""
+
+    error: Exception
+
+
+def _drawing(batches: Iterable[B | _Raised]) -> Iterator[B | _Raised]:
+    try:
+        yield from batches
+    except Exception as error:
+        yield _Raised(error)
+
+
 class PlannedLoader(Generic[B]):
     """Iterates over (batch, plan), planned ahead. Every rank iterates over the same number of batches.
 
@@ -51,10 +65,10 @@ class PlannedLoader(Generic[B]):
             raise ValueError(f"ahead must be at least 1 batch, not {ahead!r}")
         self._batches, self._records_of, self._orchestrator, self._ahead = batches, records_of, orchestrator, ahead
         self.overlap, self._worker = Overlap(), Worker("odc-plan")
-        self._drawn = deque[B]()  # batches that the latest loop has drawn and not handed out, in order
+        self._drawn = deque[B | _Raised]()  # batches that the latest loop has drawn and not handed out, in order
 
     def __iter__(self) -> Iterator[tuple[B, OwnPlan]]:
-        left, self._drawn = self._drawn, deque[B]()
+        left, self._drawn = self._drawn, deque[B | _Raised]()
         drawn, ahead = self._drawn, deque[Job[tuple[B, OwnPlan] | None]]()
         plans = self._plans(left, drawn)
         while True:
@@ -79,16 +93,18 @@ class PlannedLoader(Generic[B]):
         self._worker.close(within_s)
         self._worker = Worker("odc-plan")
 
-    def _plans(self, left: deque[B], drawn: deque[B]) -> Iterator[tuple[B, OwnPlan]]:
+    def _plans(self, left: deque[B | _Raised], drawn: deque[B | _Raised]) -> Iterator[tuple[B, OwnPlan]]:
         """On the worker's thread; ends with the first error. `left` grows until the first batch is asked for."""
         for batch, records in self._recorded(left, drawn):
             yield batch, self._orchestrator.plan(records)
 
-    def _recorded(self, left: deque[B], drawn: deque[B]) -> Iterator[tuple[B, Records]]:
+    def _recorded(self, left: deque[B | _Raised], drawn: deque[B | _Raised]) -> Iterator[tuple[B, Records]]:
         again = tuple(left) if isinstance(self._batches, Iterator) else ()
         try:
-            for batch in chain(again, self._batches):
+            for batch in _drawing(chain(again, self._batches)):
                 drawn.append(batch)
+                if isinstance(batch, _Raised):
+                    raise batch.error
                 yield batch, self._records_of(batch)
         except Exception as error:
             self._orchestrator.refuse(f"{type(error).__name__}: {error}")

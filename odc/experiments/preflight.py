@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,16 +42,17 @@ def preflight(config: JobConfig) -> None:
             raise ConfigError(f"{name}: there is no file or folder {path}")
     if config.tokenizer not in TOKENIZERS and not Path(config.tokenizer).is_dir():
         raise ConfigError(f"tokenizer: {config.tokenizer} is no folder and none of {', '.join(TOKENIZERS)}")
+    # Other ranks probe the folder at the same time, and NFS keeps a file that was removed while it is open.
+    export = None if config.export is None else Path(config.export)
+    names = [path.name for path in export.iterdir()] if export is not None and export.is_dir() else []
+    found = [name for name in names if not name.startswith((_PROBE, ".nfs"))]
+    if found and PARTIAL not in found:  # which is removed last: an export that was interrupted is written again
+        raise ConfigError(f"export: {config.export} is not empty; name a new folder")
     check_output(config.output, config.resume)
     for name in ("export", "spans"):
         folder = getattr(config, name)
         if folder is not None:
             writable_folder(Path(folder), name)
-    # Other ranks probe the folder at the same time, and NFS keeps a file that was removed while it is open.
-    names = [] if config.export is None else [path.name for path in Path(config.export).iterdir()]
-    found = [name for name in names if not name.startswith((_PROBE, ".nfs"))]
-    if found and PARTIAL not in found:  # which is removed last: an export that was interrupted is written again
-        raise ConfigError(f"export: {config.export} is not empty; name a new folder")
 
 
 def check_extras(config: JobConfig) -> None:
@@ -96,6 +100,22 @@ def _refuse_other_run(output: Path, resume: str | None, name: str) -> None:
         raise ConfigError(
             f"{name}: {output} holds a run whose last checkpoint is not --resume {resume}; name a new folder"
         )
+
+
+@contextlib.contextmanager
+def sole_writer(folder: Path | None) -> Iterator[None]:
+    """Raises `ConfigError` if a job that still runs on this host writes to `folder`; inside, others are refused."""
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, held)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(f"a job that still runs writes to {folder}; name a new folder") from None
+            except OSError:  # a folder of NFS cannot be locked
+                pass
+        yield
 
 
 def check_arm(config: JobConfig, arm: ArmName) -> None:

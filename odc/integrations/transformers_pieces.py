@@ -33,8 +33,9 @@ class SplitSamples(NamedTuple):
         return cls(plan, {one.sample: chosen[one.sample] for one in plan.splits if rank in one.ranks})
 
     def counted(self, rank: int) -> list[Any]:
-        """The rows that this rank reports, so that each is counted once."""
-        return [self.rows[one.sample] for one in self.plan.splits if one.ranks[0] == rank]
+        """Batches that this rank reports, so that each sample is counted once: as pieces are cut, without padding."""
+        cut = [row_of(self.rows[one.sample], one.length) for one in self.plan.splits if one.ranks[0] == rank]
+        return [{"input_ids": ids[None], "labels": labels[None]} for ids, labels in cut]
 
 
 def refuse_unsplittable(trainer: Any) -> None:

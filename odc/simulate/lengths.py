@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,6 @@ def _length(row: Any) -> int:
     if isinstance(row, dict):
         for key in ("length", "num_tokens"):
             if key in row:
-                return int(row[key])
+                return operator.index(row[key])
         return len(row["input_ids"])
-    return int(row)
+    return operator.index(row)

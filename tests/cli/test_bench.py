@@ -66,3 +66,8 @@ def test_figures_are_shown_though_they_cannot_be_written(
     assert call("--quick", "--device", "cpu", "--only", "get", "--json", str(path)) == 2
     captured = capfd.readouterr()
     assert "table of {'failed': []" in captured.out and f"odc: json: cannot write {path}: " in captured.err
+
+
+def test_a_refusal_leaves_no_folder(tmp_path: Path) -> None:
+    assert call("--device", "cpu", "--only", "got", "--json", str(tmp_path / "new" / "a.json")) == 2
+    assert not list(tmp_path.iterdir())

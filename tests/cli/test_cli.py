@@ -158,3 +158,17 @@ def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("odc.cli.plan.require_writable", interrupted)
     assert command.odc("plan", "--lengths", "stdlib", "--json", "x.json") == 130
     assert capsys.readouterr().err.endswith("odc: interrupted\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--version"], ["plan", "--help"], ["plan", "--lengths", "{lengths}"]])
+def test_standard_output_that_takes_nothing_is_one_line(arguments: list[str], unbuffered: str, tmp_path: Path) -> None:
+    (tmp_path / "lengths").write_text("7 5 3")
+    words = [sys.executable, "-m", "odc.cli", *(one.format(lengths=tmp_path / "lengths") for one in arguments)]
+    environment = _ENV | {"PYTHONUNBUFFERED": unbuffered}
+    reader, closed = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, open(closed, "w") as pipe:
+        for stream, message in ((full, "odc: [Errno 28] No space left on device\n"), (pipe, "")):
+            done = subprocess.run(words, stdout=stream, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+            assert (done.returncode, done.stderr) == (1, message)

@@ -24,6 +24,10 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--sizes", "100"], "odc: sizes: multiples of 4096"),
         (["--device", "tpu"], "odc: device: cpu or cuda"),
         (["--compare", "nowhere.json", "nowhere.json"], "odc: compare: nowhere.json cannot be read"),
+        *(
+            (["--compare", "a.json", "b.json", *more], "odc: --compare measures nothing: leave out the other options")
+            for more in (["--quick"], ["--only", "get"], ["--json", "c.json"])
+        ),
         *([] if torch.cuda.is_available() else [(["--device", "cuda"], "there is no CUDA device here (`odc doctor`")]),
     ],
     "plan": [
@@ -39,6 +43,7 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--model", "nowhere.json"], "odc: model: 'nowhere.json' is neither a config file nor one of "),
         (["--json", "/does/not/exist.json"], "odc: json: cannot write /does/not/exist.json: No such file"),
         (["--json", "/"], "odc: json: cannot write /: Is a directory"),
+        (["--json", "-"], "odc: json: name a file, or /dev/stdout, not -"),
     ],
     "simulate": [
         (["--lengths", "nowhere"], "longalign"),
@@ -67,6 +72,15 @@ REFUSED: dict[str, list[tuple[list[str], str]]] = {
         (["--json", "/"], "odc: json: / is a folder; name a file in it"),
         *(([option, "1"], "No such option") for option in ("--recover", "--keep", "--fewest", "--rejoin")),
     ],
+    "doctor": [
+        *(
+            (more, "odc: --ranks and --hosts go with --model")
+            for more in (["--ranks", "2"], ["--reach", "--hosts", "2"])
+        ),
+        (["--reach", "--model", "qwen2.5-7b"], "odc: --reach and --model print different tables"),
+        (["--model", "qwen2.5-7b", "--ranks", "0"], "odc: hosts: 0 ranks cannot be divided"),
+    ],
+    "status": [(["--json", "--watch"], "odc: --watch shows a table: leave out --json")],
     "grpo": [(["--group", "1"], "odc: group must be a whole number, 2 or more, not 1")],
     "compare-grpo": [
         (["--arms", "odc-dynamic"], "arms must be different ones of fsdp2,"),
@@ -96,8 +110,9 @@ def right(command: str, folder: Path) -> list[object]:
         return ["--lengths", lengths]
     if command == "simulate":
         return ["--ranks", 2, "--minibatches", 1, "--samples-per-rank", 2]
-    output = [] if command in ("bench", "grpo", "train") else ["--output", folder / "out"]
-    if command in ("bench", "grpo", "compare-grpo"):
+    without = ("bench", "doctor", "grpo", "status")
+    output = [] if command in (*without, "train") else ["--output", folder / "out"]
+    if command in (*without, "compare-grpo"):
         return output
     if command == "train-mm":
         pytest.importorskip("soundfile", reason="needs the multimodal extra")

@@ -117,6 +117,23 @@ def test_a_batch_refused_ahead_of_a_loop_that_was_left_is_refused_in_the_next() 
     assert [batch for batch, _ in loader] == [2, 3, 4]
 
 
+def test_what_was_raised_ahead_of_a_loop_that_was_left_is_raised_in_the_next() -> None:
+    def draws() -> Iterator[int]:
+        yield from (0, 1)
+        raise OSError("2.png is truncated")
+
+    planner: Any = Planner()
+    loader: PlannedLoader[int] = PlannedLoader(draws(), records_of, planner, ahead=2)
+    assert next(iter(loader))[0] == 0
+    loader.close()
+    following = iter(loader)
+    assert next(following)[0] == 1
+    with pytest.raises(OSError, match=r"2\.png is truncated"):
+        next(following)
+    assert planner.refused == ["OSError: 2.png is truncated"] * 2
+    assert list(loader) == []
+
+
 def test_a_batch_that_cannot_be_drawn_is_refused_on_every_rank() -> None:
     """Other ranks would wait for its records until this one ends."""
 

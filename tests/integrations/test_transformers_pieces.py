@@ -269,6 +269,21 @@ def test_positions_of_a_collated_row_must_count_its_tokens(positions: list[int],
             row_of(row, 4)
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_padding_of_a_split_sample_adds_no_target(left: bool) -> None:
+    """Behind padding the first token has a label to the left of which something stands."""
+    from odc.balance import lb_split
+    from odc.integrations.transformers_pieces import SplitSamples
+
+    plan = lb_split([40, 2], 2, 24, floor=8)
+    row = {name: one[:1] for name, one in padded([{"input_ids": [5] * 40}, {"input_ids": [1] * 48}]).items()}
+    if left:
+        row = {name: one.roll(8, 1) for name, one in row.items()}
+    reported = [SplitSamples(plan, {0: row}).counted(rank) for rank in (0, 1)]
+    (batch,) = reported[0] + reported[1]
+    assert int((batch["labels"][:, 1:] != -100).sum()) == 39 and batch["input_ids"].shape == (1, 40)
+
+
 def test_a_row_without_labels_is_refused() -> None:
     from odc.integrations.transformers_pieces import row_of
 

@@ -35,7 +35,9 @@ def test_files(tmp_path: Path) -> None:
     assert set(drawn.tolist()) == {5, 6}
 
 
-@pytest.mark.parametrize("text", ["", "five", json.dumps({"text": "x"}), "0", f"[7, {2**63}]", "[1e400]"])
+@pytest.mark.parametrize(
+    "text", ["", "five", json.dumps({"text": "x"}), "0", f"[7, {2**63}]", "[1e400]", "[1.5]", '{"length": 1.5}']
+)
 def test_files_without_lengths(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(text)

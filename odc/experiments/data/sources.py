@@ -167,7 +167,7 @@ def _files(paths: Sequence[Path], root: Path, unreadable: Unreadable) -> Iterato
     skipped = []
     for path in paths:
         try:
-            yield RawDocument(path.relative_to(root).as_posix(), path.read_bytes().decode("utf-8"))
+            yield RawDocument(path.relative_to(root).as_posix(), path.read_bytes().decode("utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             if unreadable == "error":
                 why = "is not UTF-8" if isinstance(error, UnicodeDecodeError) else f"cannot be read: {error.strerror}"
@@ -179,7 +179,7 @@ def _files(paths: Sequence[Path], root: Path, unreadable: Unreadable) -> Iterato
 
 def _utf8(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8") from error
 

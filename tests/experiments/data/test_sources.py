@@ -56,6 +56,13 @@ def test_file_that_is_not_utf8(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert "skipped 1 files" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str):
+    text = {"a.txt": "one", "a.jsonl": '{"text": "one"}', "a.json": '[{"text": "one"}]'}[name]
+    (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    assert [document.content for document in read_source(tmp_path / name)] == ["one"]
+
+
 def test_nothing_there(tmp_path: Path):
     with pytest.raises(DataError, match="no file or folder"):
         read_source(tmp_path / "missing")

@@ -269,7 +269,8 @@ def test_empty_data_and_bad_folders_are_refused_before_ranks_start(tmp_path: Pat
     with pytest.raises(ConfigError, match="resume: no checkpoint"):
         run(good.with_(resume=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"export: .* is not empty"):
-        run(good.with_(export=str(tmp_path)))
+        run(good.with_(export=str(tmp_path), output=str(tmp_path / "unmade")))
+    assert not (tmp_path / "unmade").exists()
     (tmp_path / "probed").mkdir()
     for name in (".odc-probe-1", ".nfs0001"):  # of another rank that looks whether it can write there
         (tmp_path / "probed" / name).touch()
