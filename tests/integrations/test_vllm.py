@@ -82,6 +82,7 @@ def test_vllm_answers_as_the_trained_model_after_each_step(job: tuple[RankPool, 
     assert "was published while version" in asked(vllm, published - 1)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 def test_a_worker_stays_attached_while_the_handle_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer gives the handle before every update, and what a reader has of other hosts is kept for the next."""
     from odc.integrations import vllm as ours
