@@ -69,7 +69,6 @@ class ServerWeights:
 
     def __init__(self, model: Any, generation: Any) -> None:
         self._model, self._generation = model, generation
-        self._handle = ""  # by which the server reads
         self._mail: tuple[Any, Mailbox] | None = None  # and the store by which it goes
 
     def __call__(self) -> None:
@@ -106,10 +105,8 @@ class ServerWeights:
         return refused
 
     def _read(self, client: Any) -> None:
-        handle = weight_handle(self._model)
-        if handle != self._handle:  # the first, or of a job that has lost a rank since
-            client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": {"handle": handle}})
-            self._handle = handle
+        start = {"init_info": {"handle": weight_handle(self._model)}}  # each time, as the server may be a new process
+        client._post(f"{client.base_url}/init_weight_transfer_engine", json=start)
         update, cause = {"update_info": {"version": version(self._model)}}, None
         try:
             with client.weight_update():

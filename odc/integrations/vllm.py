@@ -74,11 +74,13 @@ class OdcWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._reader: Reader | None = None
+        self._attached: OdcInitInfo | None = None  # by which the reader was made
 
     def init_transfer_engine(self, init_info: OdcInitInfo) -> None:
-        """Attach to the job, again where it is another one. Waits for an answer of each rank."""
-        self.shutdown()
-        self._reader = Reader(init_info.handle, timeout_s=init_info.timeout_s)
+        """Attach to the job, unless attached by this very handle already. Waits for an answer of each rank."""
+        if self._reader is None or init_info != self._attached:
+            self.shutdown()
+            self._reader, self._attached = Reader(init_info.handle, timeout_s=init_info.timeout_s), init_info
 
     def start_weight_update(self) -> None:
         """Get the model ready to load a whole checkpoint anew; after an update that has failed, too."""

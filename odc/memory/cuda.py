@@ -144,7 +144,8 @@ class CudaHeap(NamedHeap):
         """uint8 [nbytes]: the memory of a peer, to which this rank has attached. Called once for each."""
         descriptors = self._host.take_other_fds(member)
         if len(descriptors) != 1:
-            raise OdcError(f"{self._who()}: rank {self.ranks[member]} has passed no device memory")
+            why = "it could not be mapped before, or was not passed"
+            raise OdcError(f"{self._who()}: {self.device} cannot map the memory of rank {self.ranks[member]}: {why}")
         try:
             return driver_memory.map_shared(descriptors[0], self.layout.nbytes, self.device)
         except DriverError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,7 @@ class DriverError(RuntimeError):
     """The driver's refusal of a call; `code` is its number, `name` that number's name."""
 
     def __init__(self, function: str, result: Any) -> None:
-        self.code, self.name = int(result), str(result.name)
+        self.code, self.name = int(result), str(getattr(result, "name", "unknown to cuda.bindings"))
         super().__init__(f"{function}: CUDA error {self.code} ({self.name})")
 
 
@@ -36,11 +37,16 @@ def bindings() -> Any:
 def call(function: str, *args: object) -> Any:
     """What a function of the driver returns: None, a value, or a list of values. Raises DriverError if it refuses."""
     run = getattr(bindings(), function)
-    result, *values = run(*args)
-    if result:
+    try:
+        result, *values = run(*args)
         if result == NO_CONTEXT:
             torch.cuda.current_stream().query()  # any call of CUDA's runtime gives a thread its context
             result, *values = run(*args)
-        if result:
-            raise DriverError(function, result)
+    except (KeyError, ValueError) as error:  # a newer driver's number, of which the bindings make no result
+        number = re.fullmatch(r"(\d+)( is not a valid CUresult)?", str(error))
+        if number is None:
+            raise
+        result, values = int(number[1]), []
+    if result:
+        raise DriverError(function, result)
     return values[0] if len(values) == 1 else values or None

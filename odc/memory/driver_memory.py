@@ -117,14 +117,13 @@ def _unmap(address: int, size: int, device: torch.device, pid: int) -> None:
     """Give a mapping back once the device is done with it; on any thread, and never raises.
 
     The thread waits without Python's lock, so the daemon of this process goes on meanwhile: what the device does may
-    wait for a peer that waits for it. Of a broken device nothing can be had back before its process ends.
+    wait for a peer that waits for it. What cannot be waited for stays mapped until the process ends: a broken device,
+    and one of which this thread captures a CUDA graph, which the wait would end.
     """
     if os.getpid() != pid:  # a forked child, in which CUDA does not work
         return
-    for step in (
-        lambda: torch.cuda.synchronize(device),
-        lambda: call("cuMemUnmap", address, size),
-        lambda: call("cuMemAddressFree", address, size),
-    ):
-        with contextlib.suppress(RuntimeError):
-            step()
+    with contextlib.suppress(RuntimeError), torch.cuda.device(device):
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+            call("cuMemUnmap", address, size)
+            call("cuMemAddressFree", address, size)

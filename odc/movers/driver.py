@@ -7,6 +7,7 @@ The copy engine does them, which takes no multiprocessor from compute. Many copi
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Iterable
 from functools import cache
 
@@ -18,6 +19,7 @@ from odc.memory.driver_calls import NO_CONTEXT, DriverError, call
 
 _STREAM_ORDER, _OVERLAP_COMPUTE = 1, 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 _size = ctypes.c_size_t
+_log = logging.getLogger(__name__)
 
 
 class _Attributes(ctypes.Structure):
@@ -54,12 +56,15 @@ def copy(target: int, source: int, nbytes: int) -> None:
 
 
 def zero(tensors: Iterable[torch.Tensor]) -> None:
-    """Fill contiguous tensors of four-byte or wider elements with zeros in the current stream; raises as `copy`."""
-    stream = torch.cuda.current_stream().cuda_stream
+    """Fill contiguous tensors of four-byte or wider elements with zeros in the current stream of the device of each,
+    which need not be the current device; raises as `copy`.
+    """
     for tensor in tensors:
         if nbytes := tensor.nbytes:
             try:
-                call("cuMemsetD32Async", tensor.data_ptr(), 0, nbytes // 4, stream)
+                with torch.cuda.device_of(tensor):
+                    stream = torch.cuda.current_stream().cuda_stream
+                    call("cuMemsetD32Async", tensor.data_ptr(), 0, nbytes // 4, stream)
             except DriverError as error:
                 raise OdcError(f"zeroing {nbytes} bytes on the device was refused: {error}") from error
 
@@ -93,4 +98,5 @@ def _in_one_call(targets: np.ndarray, sources: np.ndarray, sizes: np.ndarray) ->
         code = function(*arrays, len(sizes), *rest)
     if code:
         _refused.append(code)
+        _log.warning("CUDA's driver refuses copies in one call (CUDA error %d): they are asked for one by one", code)
     return not code

@@ -66,7 +66,8 @@ class DeviceChanges:
             return
         mover.zero([self._found])
         mover.pack([self._packed(unit, tensors, epoch) for unit, tensors in units], self._found)
-        mover.put(self._sizes.data_ptr(), self._found.data_ptr(), self._sizes.nbytes)
+        with torch.cuda.device_of(self._found):
+            mover.put(self._sizes.data_ptr(), self._found.data_ptr(), self._sizes.nbytes)
 
     def _packed(self, unit: UnitSpec, shards: Sequence[torch.Tensor], epoch: int) -> PackedUnit:
         mine, params = self._layout.mine, range(len(unit.params))

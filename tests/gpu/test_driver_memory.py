@@ -101,11 +101,32 @@ def test_a_forked_child_lets_go_without_the_driver(device: torch.device, monkeyp
     child = os.fork()
     if child == 0:
         monkeypatch.setattr(driver_memory, "call", lambda function, *args: calls.append(function))
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: calls.append("synchronize"))
         del made
         os._exit(len(calls))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert bool((made == 3).all())
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_what_cannot_be_waited_for_stays_mapped(
+    captured: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken device may still write there, and a wait would end a capture of this thread's."""
+    made, fd = driver_memory.allocate(NBYTES, device)
+    os.close(fd)
+    calls: list[str] = []
+
+    def fail(*_: object) -> None:
+        calls.append("synchronize")
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+        patch.setattr(torch.cuda, "synchronize", fail)
+        patch.setattr(driver_memory, "call", lambda function, *args: calls.append(function))
+        del made
+    assert calls == ([] if captured else ["synchronize"])
 
 
 CALLS = ["cuMemExportToShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.device import own_device
+from support.device import EMULATED, own_device
 from support.on_ranks import on_ranks
 from support.ranks import RankPool
 from support.waiting import until
@@ -25,6 +25,7 @@ from odc.fsdp import live_roots
 from odc.memory import device_links, driver_memory
 from odc.memory.cuda_lanes import CudaLanes
 from odc.memory.driver_memory import AtAddress
+from odc.movers import driver
 from odc.net.requests import ask
 from odc.runtime import daemon
 
@@ -54,6 +55,30 @@ def query(lanes: CudaLanes, device: torch.device, event: object, *, as_odc: bool
         lanes.lane("server")
         torch.empty(100 << 20, dtype=torch.uint8, device=device)  # more than is cached
     return lanes.reached(event)
+
+
+def zeroes_on_another_device(rank: int, world: int) -> float:
+    """What is left after a busy stream of another device was asked to fill and then to zero."""
+    other = torch.device("cuda", 1)
+    totals = torch.zeros(1 << 20, device=other)
+    torch.zeros(1, device="cuda:0").item()
+    with torch.cuda.stream(torch.cuda.Stream(other)):
+        torch.cuda._sleep(500_000_000)
+        totals.fill_(1.0)
+        torch.cuda.set_device(0)
+        driver.zero([totals])
+        torch.cuda.synchronize(other)
+    return float(totals.max())
+
+
+def test_what_the_driver_zeroes_is_in_its_devices_turn() -> None:
+    if not EMULATED and torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    pool = RankPool(1, (("EMULATED_DEVICES", "2"),))
+    try:
+        assert pool.run(zeroes_on_another_device, timeout=240) == [0.0]
+    finally:
+        pool.close()
 
 
 @on_ranks(1)

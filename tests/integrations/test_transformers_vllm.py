@@ -22,6 +22,8 @@ from odc.fsdp import root_of
 from odc.handover import Reader, read_groups, version
 from odc.integrations.transformers_vllm import ServerWeights, _refuse_other_backend, serve_from_shards
 
+ONCE = ["init_weight_transfer_engine", "start", "update_weights", "finish", "reset"]
+
 
 class ReadingClient:
     """In place of TRL's client: it notes what is asked of the server, and reads as one would."""
@@ -36,6 +38,7 @@ class ReadingClient:
     def _post(self, url: str, json: dict[str, Any]) -> None:
         self.asked.append(url.removeprefix(f"{self.base_url}/"))
         if "init_info" in json:
+            self.close()
             self._reader = Reader(**json["init_info"], timeout_s=60.0)
             return
         assert self._reader is not None
@@ -71,8 +74,7 @@ def test_the_server_reads_what_the_ranks_have_published(rank: int, world: int) -
             backward(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-    once = ["start", "update_weights", "finish", "reset"]
-    assert client.asked == (["init_weight_transfer_engine", *once * 3] if rank == 0 else [])
+    assert client.asked == (ONCE * 3 if rank == 0 else [])
     client.close()
     dist.barrier()
 
@@ -97,9 +99,23 @@ def test_amid_accumulated_gradients_the_server_reads_what_the_ranks_have_publish
         backward(model, rank, number, microbatch=1)
         optimizer.step()
         optimizer.zero_grad()
-    once = ["start", "update_weights", "finish", "reset"]
-    assert client.asked == (["init_weight_transfer_engine", *once * 2] if rank == 0 else [])
+    assert client.asked == (ONCE * 2 if rank == 0 else [])
     client.close()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_server_that_was_started_anew_reads_too(rank: int, world: int) -> None:
+    """Its process knows no handle: it is given the one that the process before it had."""
+    model = build(fully_shard, Case(counts=((1,),)), init_device_mesh("cpu", (world,)))
+    generation = SimpleNamespace(vllm_client=ReadingClient())
+    sync = ServerWeights(model, generation)
+    for _ in range(2):
+        sync()
+        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        client, generation.vllm_client = generation.vllm_client, ReadingClient()
+        assert rank or all(torch.equal(client.tensors[name], value) for name, value in whole.items())
+        client.close()
     dist.barrier()
 
 

@@ -82,6 +82,23 @@ def test_vllm_answers_as_the_trained_model_after_each_step(job: tuple[RankPool, 
     assert "was published while version" in asked(vllm, published - 1)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+def test_a_worker_stays_attached_while_the_handle_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer gives the handle before every update, and what a reader has of other hosts is kept for the next."""
+    from odc.integrations import vllm as ours
+
+    done: list[str] = []
+    reader = SimpleNamespace(close=lambda: done.append("closed"))
+    monkeypatch.setattr(ours, "Reader", lambda handle, timeout_s: done.append(handle) or reader)
+    config = SimpleNamespace(parallel_config=None, model_config=None)
+    engine = ours.OdcWeightTransferEngine(None, config, torch.device("cpu"), torch.nn.Identity())
+    for handle in ("one", "one", "two", "two"):
+        engine.init_transfer_engine(ours.OdcInitInfo(handle))
+    engine.shutdown()
+    engine.init_transfer_engine(ours.OdcInitInfo("two"))
+    assert done == ["one", "closed", "two", "closed", "two"]
+
+
 def asked(vllm: Any, published: int, groups: int | None = None) -> Any:
     vllm.send((published, groups))
     return vllm.recv()

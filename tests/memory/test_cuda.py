@@ -122,7 +122,9 @@ class Refusal(int):
 FULL, REFUSED = Refusal.named(2, "CUDA_ERROR_OUT_OF_MEMORY"), Refusal.named(800, "CUDA_ERROR_NOT_PERMITTED")
 
 
-def refuses(rank: int, world: int, identity: str, where: str, number: int) -> str:
+def refuses(rank: int, world: int, identity: str, where: str, number: int, again: bool) -> str:
+    """The error of a use of a peer's memory, or of the one after it."""
+
     def fail(*_: object, **__: object) -> None:
         raise DriverError("cuAsk", FULL if number == FULL else REFUSED)
 
@@ -132,6 +134,8 @@ def refuses(rank: int, world: int, identity: str, where: str, number: int) -> st
         heap.allocate("data", 1 << 20)
         try:
             heap.seal()
+            with contextlib.suppress(*([OdcError] if again else [])):
+                heap.tensor(1 - rank, "data", torch.uint8)
             heap.tensor(1 - rank, "data", torch.uint8)
         except (HeapMemoryError, OdcError) as error:
             dist.barrier()
@@ -140,23 +144,31 @@ def refuses(rank: int, world: int, identity: str, where: str, number: int) -> st
 
 
 @pytest.mark.parametrize(
-    ("where", "number", "stated"),
+    ("where", "number", "again", "stated"),
     [
         (
             "allocate",
             2,
+            False,
             "HeapMemoryError: rank 11, heap .*needs 1.0 MiB of meta, which had 1024.0 MiB free: cuAsk: CUDA error 2 ",
         ),
-        ("allocate", 800, r"OdcError: rank 11, heap .*no memory that peers can map: cuAsk: .*NOT_PERMITTED\); see"),
+        (
+            "allocate",
+            800,
+            False,
+            r"OdcError: rank 11, .*no memory that peers can map: cuAsk: .*NOT_PERMITTED\); see",
+        ),
         (
             "map_shared",
             2,
+            False,
             r"OdcError: rank 11, .*meta cannot map the memory of rank 10: .*OF_MEMORY\); see `odc doctor",
         ),
+        ("map_shared", 2, True, "meta cannot map the memory of rank 10: it could not be mapped before"),
     ],
 )
-def test_what_the_driver_refuses_is_reported(ranks, where: str, number: int, stated: str) -> None:
-    message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where, number)[1]
+def test_what_the_driver_refuses_is_reported(ranks, where: str, number: int, again: bool, stated: str) -> None:
+    message = ranks(2).run(refuses, uuid.uuid4().hex[:12], where, number, again)[1]
     assert re.search(stated, message), message
 
 

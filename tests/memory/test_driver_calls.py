@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from enum import IntEnum
 from types import SimpleNamespace
 
@@ -14,13 +15,13 @@ from odc.memory import driver_calls
 from odc.memory.driver_calls import DriverError, bindings, call
 
 
-class Result(IntEnum):
+class CUresult(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_INVALID_CONTEXT = 201
 
 
-OK, FULL, LOST = Result
+OK, FULL, LOST = CUresult
 
 
 @pytest.fixture
@@ -44,9 +45,25 @@ def test_a_refusal_has_the_function_and_the_number_in_it(answers: list[tuple[obj
     assert (failure.value.code, failure.value.name) == (2, "CUDA_ERROR_OUT_OF_MEMORY")
 
 
+@pytest.mark.parametrize("unnamed", [lambda: CUresult(987), lambda: {0: OK}[987]], ids=["as of 13", "as of 12"])
+def test_a_number_that_the_bindings_have_no_name_for_is_a_refusal(
+    unnamed: Callable[[], CUresult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver may be newer than the bindings, which look the number up before they return."""
+    monkeypatch.setattr(driver_calls, "bindings", lambda: SimpleNamespace(cuAsk=lambda: (unnamed(),)))
+    with pytest.raises(DriverError, match=r"^cuAsk: CUDA error 987 \(unknown to cuda.bindings\)$"):
+        call("cuAsk")
+
+
+def test_an_argument_that_the_bindings_refuse_is_no_refusal_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_calls, "bindings", lambda: SimpleNamespace(cuAsk=lambda size: (OK, int(size))))
+    with pytest.raises(ValueError, match="invalid literal"):
+        call("cuAsk", "many")
+
+
 @pytest.mark.parametrize("second", [OK, LOST])
 def test_a_thread_without_a_context_gets_one_and_asks_again(
-    answers: list[tuple[object, ...]], second: Result, monkeypatch: pytest.MonkeyPatch
+    answers: list[tuple[object, ...]], second: CUresult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queried: list[int] = []
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: queried.append(1)))

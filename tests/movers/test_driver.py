@@ -36,6 +36,7 @@ class StandIn:
         patch.setattr(driver_calls, "bindings", lambda: SimpleNamespace(cuMemcpyAsync=self._copy))
         patch.setattr(driver, "_batch_function", lambda: self._batch if batches else None)
         patch.setattr(driver, "_refused", [])
+        patch.setattr(torch.cuda, "device_of", nullcontext)
 
     def _query(self) -> None:
         self.queried += 1
@@ -106,11 +107,12 @@ def test_many_copies_are_one_call(codes: list[int], monkeypatch: pytest.MonkeyPa
     "options", [{"batches": False}, {"codes": [801]}, {"stream": 0}], ids=["old driver", "refused", "default stream"]
 )
 def test_without_batches_copies_are_asked_for_one_by_one(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand_in = StandIn(monkeypatch, **{"codes": [], **options})
     for _ in range(2):
         stand_in.copied.clear()
         asks_for(*THREE)
         assert [copy[:3] for copy in stand_in.copied] == THREE
-    assert len(stand_in.batched) == (1 if options.get("codes") == [] or "codes" in options else 0)
+    assert len(stand_in.batched) == len(caplog.messages) == (1 if "codes" in options else 0)
+    assert "codes" not in options or "refuses copies in one call (CUDA error 801)" in caplog.text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -54,6 +56,28 @@ def test_on_a_device_changes_are_read_where_that_and_a_patch_are_faster(times: T
             weights.step(1e-5, step)
             found.append(versions.load(VersionWord.PACKED) != WHOLE)
     assert found == [False, *read]
+
+
+def test_the_sizes_are_copied_in_the_turn_of_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mover is given addresses alone, and another device may be the current one."""
+    current, copied, put = list[int](), list[tuple[int, list[int]]](), DeferredMover.put
+
+    @contextlib.contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor.data_ptr())
+        yield
+        current.pop()
+
+    def noted(mover: DeferredMover, address: int, source: int, nbytes: int) -> None:
+        copied.append((source, [*current]))
+        put(mover, address, source, nbytes)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    monkeypatch.setattr(DeferredMover, "put", noted)
+    with two_hosts(True, changes="on") as spread:
+        Weights().publish(spread)
+        found = [member.shards._changes._found.data_ptr() for member in spread.group.members]  # type: ignore[union-attr]
+        assert copied == [(one, [one]) for one in found]
 
 
 def test_on_a_device_without_kernels_auto_reads_whole_shards(

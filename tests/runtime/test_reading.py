@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.ports import free_ports
 
 from odc.errors import LayoutMismatchError, PeerLostError
 from odc.protocol import Word
-from odc.runtime import RemoteMember
+from odc.runtime import RemoteMember, WeightEngine
 from odc.runtime.linking import BOARD, READER_WORDS
 
 DIGEST = "d" * 64
@@ -119,6 +120,16 @@ def test_a_rank_that_cannot_be_reached_again_is_lost() -> None:
         source.load()
     with pytest.raises(PeerLostError, match="connection 1 has ended"):  # an attaching reader need not try twice
         member(Interrupted(lost={1}))
+
+
+def test_a_rank_that_listens_no_more_has_ended_or_is_elsewhere() -> None:
+    """As before every read but the first after the end of a job, which found the end of a connection."""
+    engine = WeightEngine("root", b"secret", {3: ("127.0.0.1", free_ports(1)[0])}, 60.0)
+    with pytest.raises(
+        PeerLostError, match=r"reader, connecting to rank 3 .*; the job has ended; otherwise, if .* there$"
+    ):
+        RemoteMember(3, engine, "digest")
+    engine.close()
 
 
 def test_another_heap_is_refused() -> None:
