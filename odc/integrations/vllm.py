@@ -41,7 +41,7 @@ try:
 except ImportError as error:
     raise ConfigError(f"odc.integrations.vllm needs vLLM 0.27, or one like it: {error}") from error
 
-GROUP_BYTES = 256 << 20  #: read at once; a worker holds two groups in the memory that its reader reads to
+GROUP_BYTES = 64 << 20  #: read at once; a worker holds two groups in the memory that its reader reads to
 
 
 def register() -> None:
