@@ -112,7 +112,7 @@ def sole_writer(folder: Path | None) -> Iterator[None]:
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise ConfigError(f"a job that still runs writes to {folder}; name a new folder") from None
+                raise ConfigError(f"output: a job that still runs writes to {folder}; name a new folder") from None
             except OSError:  # a folder of NFS cannot be locked
                 pass
         yield

@@ -69,7 +69,7 @@ def test_the_folder_of_a_job_that_still_runs_is_refused(tmp_path: Path, resumes:
     if resumes:
         job.run(steps.TextWorkload(config))
         config = config.with_(resume=config.output, steps=2)
-    refused = pytest.raises(JobFailedError, match="ConfigError: a job that still runs writes to .*out")
+    refused = pytest.raises(JobFailedError, match="output: a job that still runs writes to .*out")
     with sole_writer(tmp_path / "out"), refused:
         job.run(steps.TextWorkload(config))
     job.run(steps.TextWorkload(config))
