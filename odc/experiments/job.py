@@ -24,7 +24,6 @@ from odc.experiments.collectives import recorded_stalls
 from odc.experiments.config import threads_per_rank
 from odc.experiments.hosts import HostTeam
 from odc.experiments.launch import launch
-from odc.experiments.preflight import sole_writer
 from odc.experiments.progress import Progress
 from odc.experiments.results import JobResult, SkippedStep, StepRecord
 from odc.experiments.update import by_rank
@@ -84,7 +83,6 @@ def run_rank(workload: Workload[Any]) -> Any:
     with (
         rank_group(job.ranks, job.timeout_s, backend, workload.recovering) as recovery,
         closing(Progress(job.steps, workload.title, shown=workload.shown and dist.get_rank() == 0)) as progress,
-        sole_writer(workload.folder if dist.get_rank() == 0 else None),
     ):
         if recovery is not None and recovery.generation == 0:
             workload.check()  # a later process finds what the one before has written

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -100,22 +97,6 @@ def _refuse_other_run(output: Path, resume: str | None, name: str) -> None:
         raise ConfigError(
             f"{name}: {output} holds a run whose last checkpoint is not --resume {resume}; name a new folder"
         )
-
-
-@contextlib.contextmanager
-def sole_writer(folder: Path | None) -> Iterator[None]:
-    """Raises `ConfigError` if a job that still runs on this host writes to `folder`; inside, others are refused."""
-    with contextlib.ExitStack() as stack:
-        if folder is not None:
-            held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, held)
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(f"output: a job that still runs writes to {folder}; name a new folder") from None
-            except OSError:  # a folder of NFS cannot be locked
-                pass
-        yield
 
 
 def check_arm(config: JobConfig, arm: ArmName) -> None:

@@ -18,7 +18,6 @@ from support.tiny_job import tiny_job
 from odc.experiments import job
 from odc.experiments.config import JobConfig
 from odc.experiments.launch import JobFailedError, launch
-from odc.experiments.preflight import sole_writer
 from odc.experiments.text import step as steps
 
 pytest.importorskip("transformers", reason="needs the train extra")
@@ -60,16 +59,3 @@ def test_the_job_names_the_rank_that_began_it(tmp_path: Path, fail: Callable[...
         launch(breaking, config, fail, ranks=2)
     assert re.match(message, str(caught.value).splitlines()[0]), str(caught.value)
     assert time.monotonic() - began < config.timeout_s, "it waited for the deadline"
-
-
-@pytest.mark.parametrize("resumes", [False, True])
-def test_the_folder_of_a_job_that_still_runs_is_refused(tmp_path: Path, resumes: bool) -> None:
-    config = tiny_job(tmp_path, output=str(tmp_path / "out"), steps=1)
-    (tmp_path / "out").mkdir()
-    if resumes:
-        job.run(steps.TextWorkload(config))
-        config = config.with_(resume=config.output, steps=2)
-    refused = pytest.raises(JobFailedError, match="output: a job that still runs writes to .*out")
-    with sole_writer(tmp_path / "out"), refused:
-        job.run(steps.TextWorkload(config))
-    job.run(steps.TextWorkload(config))
