@@ -22,7 +22,6 @@ LAST_PORT = 65535
 _PORT = 29500  # where the launcher gives each job a network of its own
 _FIRST_PORT, _PORTS = 20000, 10000  # below those that Linux hands out by itself
 _LOOPBACK = "127.0.0.1"
-_ONE_HOST = (_LOOPBACK, "localhost", "::1", None)
 _NODES = r"(?:[^,\[\]\s]|\[[\d,-]+\])+"
 
 
@@ -192,8 +191,6 @@ def _torchrun(given: _Variables) -> Launched | None:
     if not {"RANK", "WORLD_SIZE"} <= given.of.keys():
         return None
     rank, world = given.number("RANK"), given.number("WORLD_SIZE")
-    if world > 1 and not given.text("LOCAL_WORLD_SIZE") and given.text("MASTER_ADDR") not in _ONE_HOST:
-        given.missing.append("LOCAL_WORLD_SIZE is not set, the ranks of this host: export it and LOCAL_RANK")
     local_world = given.number("LOCAL_WORLD_SIZE", otherwise=world) or world
     hosts = given.number("GROUP_WORLD_SIZE", otherwise=-(-world // max(1, local_world)))
     return given.launched(

@@ -76,14 +76,16 @@ def _words_above(arguments: Sequence[str], pid: int, proc: Path) -> tuple[str, .
 def join_launcher(given: dict[str, Any]) -> int:
     """Ranks of the job that this process is to start: 0 without a launcher (all of them), 1 where it is one itself.
 
-    Sets torchrun's variables, under torchrun those that a loop of the shell has left out; of a process for several
-    ranks they are those of the first. `ranks` of `given` are those of the whole job; of one host they are set here if
-    the launcher says them. Raises ConfigError for what is missing.
+    Sets torchrun's variables under any other launcher; of a process for several ranks they are those of the first.
+    `ranks` of `given` are those of the whole job; of one host they are set here if the launcher says them. Raises
+    ConfigError for what is missing.
     """
     launched = launchers.find(os.environ)
     if launched is None:
         return 0
-    if launched.world == 1 and launched.launcher != launchers.TORCHRUN:
+    if launched.launcher == launchers.TORCHRUN:
+        return 1
+    if launched.world == 1:
         if launched.missing and "ranks" not in given:
             print(f"odc: {launched.describe()}", file=sys.stderr, flush=True)
         if launched.ranks_each > 1:
@@ -91,7 +93,7 @@ def join_launcher(given: dict[str, Any]) -> int:
         return 0
     if launched.missing:
         raise ConfigError(launched.describe())
-    each = 1 if launched.launcher == launchers.TORCHRUN else _ranks_each(launched, given.get("ranks"))
+    each = _ranks_each(launched, given.get("ranks"))
     os.environ.update(launched.variables(each))
     return each
 

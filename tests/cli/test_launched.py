@@ -176,7 +176,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         (pods(2, PET_NPROC_PER_NODE="4")[1], {"ranks": 2}, 1),
         (pods(1, PET_NPROC_PER_NODE="4")[0], {}, 0),
         (pods(1, PET_NPROC_PER_NODE="4")[0], {"ranks": 2}, 0),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, {"ranks": 7}, 1),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}, {"ranks": 7}, 1),
     ],
 )
 def test_ranks_that_a_process_starts(
@@ -188,8 +188,6 @@ def test_ranks_that_a_process_starts(
     assert join_launcher(given) == starts
     if "PET_NPROC_PER_NODE" in each and not starts:
         assert given == {"ranks": named or 4}, "of a single host"
-    if starts:
-        assert environment.keys() >= {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"}
     if starts and "RANK" not in each:
         ranks = launched.given_by_launcher(given)["ranks"]
         assert ranks == given.get("ranks", 4 * (1 + (starts == 4)))
@@ -204,12 +202,6 @@ def test_ranks_that_a_process_starts(
         (pods(2)[0], {"ranks": 1}, "--ranks must be 2 or a multiple, not 1"),
         (pods(2)[0], {}, "name those of all 2 hosts"),
         (tasks(4)[2] | {"SLURM_LOCALID": ""}, {}, "srun: SLURM_LOCALID is not set"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, {}, "PMI: PMI_RANK is set, but not MPI_LOCALNRANKS"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "pod-0", "MASTER_PORT": "1"},
-            {},
-            "torchrun: LOCAL_WORLD_SIZE is not set",
-        ),
         (pods(2)[0] | {"PET_NNODES": "1:2"}, {"ranks": 16}, "TrainJob: PET_NNODES is '1:2', which is no number"),
     ],
 )

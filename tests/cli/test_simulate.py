@@ -91,8 +91,9 @@ def test_figures_are_written_before_they_are_shown_and_drawn(
     assert f"odc: picture: cannot write {tmp_path / 'a.png'}: No space left" in capsys.readouterr().err
     assert len(json.loads(path.read_text())["sweeps"]["packing_ratio"]) == 4
     monkeypatch.setattr(report, "study_table", fails)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(SystemExit, match="1"):
         main(["simulate", *options])
+    assert "odc: [Errno 28] No space left on device" in capsys.readouterr().err
     assert json.loads(path.read_text())["study"]["arms"].keys() == {"odc"}
 
 
