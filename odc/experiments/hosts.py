@@ -27,7 +27,6 @@ from odc.trace import rank_file
 _PREPARE_S = 6 * 3600.0  # that hosts may differ in reading their data, before the first run
 _REFUSED_S = 30.0  # for a host that is refused to reach the store, and let the others know
 _LATE_S = 5.0  # that other hosts have to send what they saw, once this host's ranks have failed
-_RANKS_OF_FIRST = "odc/compare/ranks of host 0"
 _MEASURED = ("rank", "host", "peak_bytes", "held_bytes", "baseline_bytes")  # what host 0 needs of other hosts' ranks
 
 
@@ -58,9 +57,8 @@ class HostTeam:
 
     @classmethod
     def of_launcher(cls, timeout_s: float = 600.0, task: str = "the comparison") -> HostTeam:
-        """In a process with torchrun's variables. Waits for host 0. Raises ConfigError where hosts have unequally
-        many ranks: on those whose number is not the mean, or not that of host 0. They end the others, which could not
-        know.
+        """In a process with torchrun's variables. Raises ConfigError where hosts have unequally many ranks: on those
+        whose number is not the mean; they end the others, which could not know.
         """
         names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
         number, count, per_host, world = (int(os.environ[name]) for name in names)
@@ -68,12 +66,7 @@ class HostTeam:
             cls, number, count, per_host, os.environ["MASTER_ADDR"], timeout_s=timeout_s, task=task
         )
         if world == count * per_host:
-            store = store_of_hosts(number, timeout_s)
-            # Under mpirun each host takes all others for its like, and may find another number of hosts.
-            if number == 0:
-                store.set(_RANKS_OF_FIRST, str(per_host))
-            if int(store.get(_RANKS_OF_FIRST)) == per_host:
-                return join(store=store)
+            return join(store=store_of_hosts(number, timeout_s))
         error = ConfigError(
             f"{world} ranks on {count} hosts, {per_host} of them here: every host must start equally many "
             "(--nproc-per-node)"

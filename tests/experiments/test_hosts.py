@@ -168,20 +168,6 @@ def test_a_host_that_has_the_mean_number_learns_that_others_have_not(
     assert not sites, "no rank has been started"
 
 
-def test_hosts_that_count_their_like_find_that_host_0_has_more(
-    started: Callable[..., HostTeam], sites: list[LaunchSite], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of 4, 2 and 2 ranks by mpirun: host 0 sees two hosts, the others four."""
-    monkeypatch.setattr(hosts, "_PREPARE_S", 60.0)
-    first = started(0, [4, 4])
-    for host in (2, 3):
-        with pytest.raises(ConfigError, match="2 of them here: every host must start equally many"):
-            started(host, [2, 2, 2, 2])
-    with pytest.raises(OdcError, match="host 2 failed in the comparison: ConfigError: 8 ranks on 4 hosts"):
-        first.launch(0, print)
-    assert not sites, "no rank has been started"
-
-
 AHEAD_NS = (0, 0, 5 * 10**12, 5 * 10**12)  # of each rank's clock
 
 
