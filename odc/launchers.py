@@ -246,9 +246,11 @@ def _hydra(given: _Variables) -> Launched | None:
 
 
 def _other_mpiexec(given: _Variables) -> Launched | None:
-    """PMI's variables alone, as of Flux and of Cray's PALS, do not name the ranks of a host."""
+    """Mpiexec of Cray's PALS; on a Cray srun sets these too. PMI's alone, as of Flux, do not say what a host has."""
     if "PMI_RANK" not in given.of or given.number("PMI_SIZE", otherwise=1) < 2:
         return None
+    if "PMI_LOCAL_SIZE" in given.of:
+        return _mpi(given, "mpiexec", ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), None)
     do = "export RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or use srun or torchrun"
     missing = f"PMI_RANK is set, but not MPI_LOCALNRANKS, the ranks of this host: {do}"
     return Launched("PMI", world=given.number("PMI_SIZE"), missing=(missing,))

@@ -85,7 +85,7 @@ class Worker:
     def __init__(self, name: str, depth: int | None = None) -> None:
         # Not a Queue: a finalizer may submit or close on a thread that holds the queue's lock at that moment.
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
-        # Whether each of the newest jobs is over: of as many as may wait, and one that runs. Without a depth empty.
+        # Of the newest jobs, as many as may wait and one that runs: set once each is over. Empty without a depth.
         self._newest = deque[threading.Event]((), 0 if depth is None else depth + 1)
         self._starting = threading.Lock()  # taken once
         # Not given the worker, or it would never end.

@@ -184,12 +184,15 @@ def test_what_is_missing_under_other_launchers() -> None:
 
 
 def test_pmi_alone_does_not_name_the_ranks_of_a_host() -> None:
-    """As under Flux and PALS: each process would be a job of its own."""
+    """As under Flux: each process would be a job of its own."""
     some = {"PMI_RANK": "1", "PMI_SIZE": "4"}
     found = find(some)
     assert found is not None and found.world == 4
     assert found.describe().startswith("PMI: PMI_RANK is set, but not MPI_LOCALNRANKS, the ranks of this host: export ")
     assert find(some | {"PMI_SIZE": "1"}) is None and find(some | SRUN) == find(SRUN), "srun --mpi=pmi2"
+    on_a_cray = some | {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    assert find(on_a_cray) == Launched("mpiexec", 1, 4, 1, 2, 0, 2, "h", 1), "PALS"
+    assert find(on_a_cray | SRUN) == find({"MASTER_ADDR": "h", "MASTER_PORT": "1"} | SRUN)
 
 
 def test_an_indexed_job_is_alone_until_its_manifest_says_how_many_pods_it_has() -> None:

@@ -175,8 +175,8 @@ def refine(
     max_tokens: int | None = None,
     worth: float = 0.0,
 ) -> list[list[int]]:
-    """Even out lists of samples by trades between pairs of them; the costliest never gets costlier. Where it cannot be
-    improved, the next one is.
+    """Even out lists of samples by trades between pairs of them; the costliest never gets costlier. Where no trade
+    helps it, the next one is improved.
 
     Args:
         lengths, max_tokens: with both, no trade lifts the sum of lengths of a part over `max_tokens`.

@@ -55,38 +55,44 @@ _shown = {"traceback": False}
 
 def run(arguments: list[str]) -> int:
     """Runs one command and returns the exit code. Errors of odc, and of the system, are one line, unless `--traceback`
-    was given. A reader that has closed standard output is none.
+    was given. Where standard output was closed early there is no line.
     """
     code = 0
     try:
-        try:
-            app(args=arguments, prog_name="odc")
-        finally:
-            _flush()
+        app(args=arguments, prog_name="odc")
     except SystemExit as ending:
         code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
     except KeyboardInterrupt:  # before typer runs the command, or as it ends
         code = _INTERRUPTED
-    except BrokenPipeError:
-        code = 1  # as typer's
     except (OdcError, OSError) as error:
         if _shown["traceback"]:
             traceback.print_exc()
             for rank, text in getattr(error, "tracebacks", {}).items():
                 print(f"--- rank {rank}\n{text}", file=sys.stderr)
-        notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
-        print(f"odc: {notes}{error}", file=sys.stderr)
+        _print_error(error)
         code = 2 if isinstance(error, ValueError) else 1
     if code == _INTERRUPTED:
         print("odc: interrupted", file=sys.stderr)
-    return code
+    lost = _flush()
+    if lost is not None and not code:
+        _print_error(lost)
+    return code or int(lost is not None)
 
 
-def _flush() -> None:
-    """Writes what standard output holds. Where that fails it is dropped: Python would try again as it ends."""
+def _print_error(error: Exception) -> None:
+    if not isinstance(error, BrokenPipeError):
+        notes = "".join(f"{note}: " for note in getattr(error, "__notes__", ()))
+        print(f"odc: {notes}{error}", file=sys.stderr)
+
+
+def _flush() -> OSError | None:
+    """Writes what standard output holds; returns why it could not. It is dropped then: Python would try again as it
+    ends.
+    """
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
+        return error
+    return None

@@ -35,7 +35,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class _Raised:
-    """Stands for the batch that could not be drawn; the last, as an iterator ends with its first error."""
+    """Stands for the batch that could not be drawn. None is drawn after it."""
 
     error: Exception
 

@@ -48,10 +48,11 @@ class HostLink:
         """Send encoded messages; raises OSError where the link is broken, as it is once a part of one was sent."""
         if self._broken is not None:
             raise self._broken.with_traceback(None)  # or it would hold the frames of each
-        sent = list[int]()  # by call; a signal's handler may raise where a call returns, and takes no number from `map`
+        view, sent = memoryview(encoded), list[int]()
         try:
             while (at := sum(sent)) < len(encoded):
-                sent.extend(map(self._connection.send, (encoded[at:],)))
+                # By `map`: a signal's handler that raises as the call returns does not lose its number.
+                sent.extend(map(self._connection.send, (view[at:],)))
         except BaseException as error:
             if isinstance(error, OSError) or 0 < sum(sent) < len(encoded):
                 self._broken = error if isinstance(error, OSError) else OSError(f"{error!r} came amid a message")

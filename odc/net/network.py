@@ -252,7 +252,7 @@ def dial(
                     raise UnsupportedError(f"{where}: {error}; {cure}") from error
                 if error.errno not in _UNREACHABLE or unreachable.passed():
                     hint = "if that is not where this host reaches it, set Settings(address=...) there"
-                    hint = f"{'the job has ended; otherwise, ' if me == READER else ''}{hint}"
+                    hint = f"{'the job may have ended; or, ' if me == READER else ''}{hint}"
                     raise PeerLostError(f"{where}: {error}; {hint}", culprit=rank) from error
             elif isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:  # that is the kernel's
                 if deadline.passed():

@@ -13,7 +13,9 @@ import pytest
 from support import command
 from support.tiny_job import tiny_job
 
+from odc.cli import app
 from odc.errors import install
+from odc.experiments.launch import JobFailedError
 
 pytest.importorskip("typer", reason="needs the cli extra")
 pytest.importorskip("transformers", reason="needs the train extra")
@@ -172,3 +174,19 @@ def test_standard_output_that_takes_nothing_is_one_line(arguments: list[str], un
         for stream, message in ((full, "odc: [Errno 28] No space left on device\n"), (pipe, "")):
             done = subprocess.run(words, stdout=stream, stderr=subprocess.PIPE, text=True, env=environment, check=False)
             assert (done.returncode, done.stderr) == (1, message)
+
+
+def test_a_closed_pipe_does_not_hide_why_a_command_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(**given: object) -> None:
+        print("so far it went well")
+        raise JobFailedError([(3, "the reason")], {})
+
+    reader, closed = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr("odc.cli.app.app", fails)
+    with open(closed, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert app.run(["plan"]) == 1
+    assert "rank 3 failed: the reason" in capfd.readouterr().err
