@@ -11,6 +11,7 @@ from odc.handover.reader import Reader
 from odc.memory import advise_huge
 from odc.worker import Job, Worker
 
+GROUP_BYTES = 64 << 20  #: for a rollout, which holds two groups: new pages cost more than larger groups gain
 _ALIGNMENT = 16  # bytes, of a tensor's place among those of its group
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 

@@ -25,6 +25,7 @@ import torch
 
 from odc.errors import ConfigError
 from odc.handover import Reader, read_groups
+from odc.handover.groups import GROUP_BYTES
 
 try:
     from vllm.distributed.weight_transfer.base import (
@@ -40,8 +41,6 @@ try:
         raise ImportError("its weight transfer engines do not begin an update themselves")
 except ImportError as error:
     raise ConfigError(f"odc.integrations.vllm needs vLLM 0.27, or one like it: {error}") from error
-
-GROUP_BYTES = 64 << 20  #: read at once; a worker holds two groups in the memory that its reader reads to
 
 
 def register() -> None:

@@ -19,8 +19,9 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
 from odc.errors import ConfigError, UnsupportedError
+from odc.handover.groups import GROUP_BYTES
 from odc.integrations.verl.engine import actor_here
-from odc.integrations.verl.published import GROUP_BYTES, Published, PublishedReader, published
+from odc.integrations.verl.published import Published, PublishedReader, published
 
 _NO_ACTOR = "rollout.checkpoint_engine.backend=odc needs actor_rollout_ref.actor.strategy=odc"
 
@@ -33,7 +34,7 @@ class OdcCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     Args:
         bucket_size: bytes that are read at once, 64 MiB at most and at least a whole parameter; a rollout process holds
-            twice as many, in CPU memory. More would be slower: most of the time goes into new pages then.
+            twice as many, in CPU memory.
         is_master: of the actor's rank that answers for all.
         timeout_s: how long a rollout process waits for a rank that makes no progress.
     """

@@ -12,8 +12,7 @@ from verl.utils.model import convert_weight_keys
 from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 from odc.handover import Reader, read_groups, version, weight_handle
-
-GROUP_BYTES = 64 << 20  #: that are read at once for a rollout, which holds two groups, or parameters
+from odc.handover.groups import GROUP_BYTES
 
 
 @dataclass(frozen=True)
