@@ -1,20 +1,21 @@
 """Training on two hosts with sums of gradients that cross whole, in fp32, and as int8: losses, and bytes of a step.
 
-Run as root, as `OMP_NUM_THREADS=1 python -m bench.int8_sums --results bench/results`, on a machine with nothing else to
-do (half an hour on two cores). Hosts are network namespaces of this machine, with real ranks on them.
+Run as root, as `OMP_NUM_THREADS=1 python -m bench.int8_sums --results bench/results` (twelve minutes a seed on two
+cores). Hosts are network namespaces of this machine, with real ranks on them.
 
 Two models are trained by AdamW on the sources of Python's standard library: that of `odc compare --demo`, and a Qwen2
-of 36M parameters. The arms of a model begin with the same weights and take the same tokens, in fp32, and take their
-steps in turn. Trainings that differ in one bit part in time, so a distance means something only beside that of a
-control: "fp32, nudged" has fp32 sums, and weights that differ by 1e-6 at the beginning. Distances of several `--seed`s
-say more than one. "Mean distance" compares the means of 50 steps each. Shards cross whole in every step, and "sums MB"
-are what a host sends less those, with all headers.
-
-`--minutes` ends the training of a model early, with as many steps as were done; the table says how many.
+of 36M parameters; the rate of learning rises for a twentieth of the steps and falls to nothing as a cosine. The arms of
+a model begin with the same weights and take the same tokens, in fp32, and take their steps in turn. Trainings that
+differ in one bit part in time, so a distance means something only beside that of a control: "fp32, nudged" has fp32
+sums, and weights that differ by 1e-6 at the beginning. (At a rate that stays as it is, the losses of 50 steps of two
+such trainings of the larger model differ by up to two thousandths, which hides what int8 does.) "Mean distance"
+compares the means of 50 steps each. Shards cross whole in every step, and "sums MB" are what a host sends less those,
+with all headers.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -51,7 +52,7 @@ class _Training:
     def __init__(
         self, arm: str, shape: dict[str, Any], ids: torch.Tensor, tokens: int, steps: int, rate: float, seed: int
     ) -> None:
-        from transformers import Qwen2Config, Qwen2ForCausalLM
+        from transformers import Qwen2Config, Qwen2ForCausalLM, get_cosine_schedule_with_warmup
 
         torch.manual_seed(seed)
         self._model: Any = Qwen2ForCausalLM(Qwen2Config(**shape))
@@ -65,8 +66,7 @@ class _Training:
         for layer in (*self._model.model.layers, self._model):
             fully_shard(layer, settings=settings)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), rate, betas=(0.9, 0.95))
-        warm = max(1, steps // 20)
-        self._rate = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: min(1.0, (step + 1) / warm))
+        self._rate = get_cosine_schedule_with_warmup(self._optimizer, steps // 20, steps)
         self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
 
     def step(self, rank: int, world: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def train(rank: int, world: int, arm: str, steps: int) -> tuple[list[float], flo
     return (losses / world).tolist(), computed
 
 
-def curves(name: str, shape: dict[str, Any], given: Any, ids: torch.Tensor, steps: int) -> tuple[Any, Any]:
+def curves(name: str, shape: dict[str, Any], seed: int, given: Any, ids: torch.Tensor, steps: int) -> tuple[Any, Any]:
     """Losses of each arm, step by step; the rows of the table."""
     from support.host_ranks import HostPool
     from support.hosts import Hosts
@@ -109,12 +109,11 @@ def curves(name: str, shape: dict[str, Any], given: Any, ids: torch.Tensor, step
     losses: dict[str, list[float]] = {arm: [] for arm in ARMS}
     sent: dict[str, list[float]] = {arm: [] for arm in ARMS}
     computed = dict.fromkeys(ARMS, 0.0)
-    end = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
     with Hosts(2) as hosts:
         pool = HostPool(hosts, given.per_host)
         for arm in ARMS:
-            parameters = pool.run(build, arm, shape, ids, given.tokens, steps, given.rate, given.seed)[0]
-        while len(losses["fp32"]) < steps and time.monotonic() < end:
+            parameters = pool.run(build, arm, shape, ids, given.tokens, steps, given.rate, seed)[0]
+        while len(losses["fp32"]) < steps:
             turn = min(_TURN, steps - len(losses["fp32"]))
             for arm in ARMS:
                 before = [host.counted()[0] for host in hosts]
@@ -123,12 +122,17 @@ def curves(name: str, shape: dict[str, Any], given: Any, ids: torch.Tensor, step
                 losses[arm] += found[0][0]
                 sent[arm].append(out / turn)
                 computed[arm] += sum(cpu for _, cpu in found)
-            print(f"{name}: {len(losses['fp32'])} steps, {losses['fp32'][-1]:.4f}", file=sys.stderr, flush=True)
+            print(
+                f"{name}, seed {seed}: {len(losses['fp32'])} steps, {losses['fp32'][-1]:.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
         pool.close()
     mean = {arm: fmean(found[-_LAST:]) for arm, found in losses.items()}
     rows = [
         {
             "model": f"{name}, {parameters / 1e6:.1f}M",
+            "seed": seed,
             "sums": arm,
             "steps": len(losses[arm]),
             "first loss": losses[arm][0],
@@ -151,24 +155,27 @@ def _distance(reference: list[float], losses: list[float]) -> float:
     return fmean(abs(mine / theirs - 1) for theirs, mine in pairs)
 
 
-def draw(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
-    """Loss curves of each model above, their relative distance from that of fp32 below; means of `_SMOOTH` steps."""
+def draw(path: Path, found: dict[str, list[dict[str, list[float]]]]) -> None:
+    """Loss curves of each model's first seed above, the distance of each seed from fp32 below; means of `_SMOOTH`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.0 * len(found), 6.4), layout="constrained")
     FigureCanvasAgg(figure)
     columns = figure.subplots(2, len(found), squeeze=False, sharex="col", height_ratios=(3, 2))
-    for (name, losses), (upper, lower) in zip(found.items(), columns.T, strict=True):
-        steps = range(_SMOOTH, len(losses["fp32"]) + 1)
-        means = {arm: [fmean(curve[at - _SMOOTH : at]) for at in steps] for arm, curve in losses.items()}
-        for number, (arm, curve) in enumerate(means.items()):  # those that coincide show below each other
-            upper.plot(steps, curve, color=_COLOURS[arm], linewidth=4 - 1.5 * number, label=f"sums in {arm}")
-            if arm != "fp32":
-                gaps = [100 * (mine / theirs - 1) for theirs, mine in zip(means["fp32"], curve, strict=True)]
-                lower.plot(steps, gaps, color=_COLOURS[arm], linewidth=1.2)
+    for (name, seeds), (upper, lower) in zip(found.items(), columns.T, strict=True):
+        steps = range(_SMOOTH, len(seeds[0]["fp32"]) + 1)
+        for seed, losses in enumerate(seeds):
+            means = {arm: [fmean(curve[at - _SMOOTH : at]) for at in steps] for arm, curve in losses.items()}
+            for number, (arm, curve) in enumerate(means.items()):  # those that coincide show below each other
+                colour, label = _COLOURS[arm], f"sums in {arm}"
+                if not seed:
+                    upper.plot(steps, curve, color=colour, linewidth=4 - 1.5 * number, label=label)
+                if arm != "fp32":
+                    gaps = [100 * (mine / theirs - 1) for theirs, mine in zip(means["fp32"], curve, strict=True)]
+                    lower.plot(steps, gaps, color=colour, linewidth=1.2, linestyle=("-", "--", ":")[seed % 3])
         upper.set(title=name, ylabel=f"loss, mean of {_SMOOTH} steps")
-        lower.set(xlabel="optimizer step", ylabel="distance from fp32, %")
+        lower.set(xlabel="optimizer step", ylabel="distance from fp32, %", title="a line for each seed")
         upper.legend(frameon=False)
         for axes in (upper, lower):
             axes.grid(alpha=0.3)
@@ -181,19 +188,20 @@ def main() -> None:
         steps=(1000, "of the demo's model"),
         large_steps=(300, "of the larger model"),
         tokens=(64, "of a rank and step"),
-        rate=(1e-3, "of learning, after a twentieth of the steps"),
+        rate=(3e-4, "of learning, at its highest"),
         per_host=(1, "ranks"),
-        seed=(0, "of the weights and of the order of the text"),
-        minutes=(0.0, "after which the training of a model ends; 0 is no limit"),
+        seeds=(3, "of the weights and of the order of the text, from 0 on"),
     )
     given, ids = script.given, text()
     from odc.experiments.text.model import config_of, shipped_config
 
     demo = {key: value for key, value in config_of(shipped_config("qwen2-demo")).items() if key in _LARGE}
-    found, rows = dict[str, Any](), list[dict[str, Any]]()
-    for name, shape, steps in (("demo", demo, given.steps), ("larger", _LARGE, given.large_steps)):
+    models = (("demo", demo, given.steps), ("larger", _LARGE, given.large_steps))
+    found, rows = dict[str, list[Any]](), list[dict[str, Any]]()
+    for (name, shape, steps), seed in itertools.product(models, range(given.seeds)):
         if steps:
-            found[name], some = curves(name, shape | {"vocab_size": 4096}, given, ids, steps)
+            losses, some = curves(name, shape | {"vocab_size": 4096}, seed, given, ids, steps)
+            found.setdefault(name, []).append(losses)
             rows += some
             script.store("int8_sums", "Sums of gradients in fp32 and in int8 between hosts", rows, losses=found)
             draw(given.results / "int8_sums.png", found)
