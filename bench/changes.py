@@ -12,6 +12,8 @@ in a step, by plain torch: no parameter, gradient or sum leaves it. What an arm 
 `lora` trains adapters of rank 16 alone, beside `lora-whole`; `lora-int8` has sums cross as `int8` does. Their model has
 two layers of Qwen2.5-1.5B's shape and 100M parameters: the wider a model, the less of it are adapters.
 
+With `--demo` only `whole`, `changes` and `auto` train, the model of `odc compare --demo`; it is stored as changes_demo.
+
 "weights" are the bytes that a host sends in the step less those of the sums, where those cross in fp32.
 """
 
@@ -35,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are
 
 RATES = (1e-6, 1e-5, 1e-4)
 ARMS = ("whole", "changes", "auto", "int8", "alone")
+DEMO = ARMS[:3]
 LORA = ("lora-whole", "lora", "lora-int8")
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,
@@ -57,6 +60,14 @@ _BEFORE = 9  # steps at a rate that are not measured: `auto` looks at every unit
 _made: dict[str, Trained] = {}  # of this process, by arm
 
 
+def demo_shape() -> dict[str, Any]:
+    """That of the demo's model, for the words of `text`."""
+    from odc.experiments.text.model import config_of, shipped_config
+
+    config = config_of(shipped_config("qwen2-demo"))
+    return {key: config.get(key, value) for key, value in SHAPE.items()} | {"vocab_size": SHAPE["vocab_size"]}
+
+
 def qwen2(shape: dict[str, Any] = SHAPE) -> Any:
     """A model of this shape, with the same weights in every arm."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -68,9 +79,11 @@ def qwen2(shape: dict[str, Any] = SHAPE) -> Any:
 class Trained:
     """One arm's model, trained on text that depends on the step and the rank."""
 
-    def __init__(self, arm: str, ids: torch.Tensor, tokens: int, address: str = "") -> None:
+    def __init__(
+        self, arm: str, ids: torch.Tensor, tokens: int, address: str = "", shape: dict[str, Any] = SHAPE
+    ) -> None:
         lora = arm.startswith("lora")
-        self.model: Any = qwen2(LORA_SHAPE if lora else SHAPE)
+        self.model: Any = qwen2(LORA_SHAPE if lora else shape)
         if lora:
             from peft import LoraConfig, get_peft_model
 
@@ -131,9 +144,11 @@ class Alone(Trained):
             parameter.grad = None
 
 
-def build(rank: int, world: int, arm: str, ids: torch.Tensor, tokens: int, steps: int) -> tuple[int, int]:
+def build(
+    rank: int, world: int, arm: str, ids: torch.Tensor, tokens: int, steps: int, shape: dict[str, Any]
+) -> tuple[int, int]:
     """Make an arm and train it at the high rate; returns bytes of its parameters in bf16, and of its sums in fp32."""
-    made = _made[arm] = Alone(world, ids, tokens) if arm == "alone" else Trained(arm, ids, tokens)
+    made = _made[arm] = Alone(world, ids, tokens) if arm == "alone" else Trained(arm, ids, tokens, shape=shape)
     for _ in range(steps):
         made.step(HIGH_RATE, rank, world)
     dist.barrier()
@@ -169,8 +184,9 @@ def rows_of(link: str, given: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
         if link != "none":
             hosts.shape(link)  # before the first step: `auto` takes up to 64 of them to see that a link has changed
         pool = HostPool(hosts, given.per_host)
-        arms = (*ARMS, *LORA[: 0 if given.no_lora else None])
-        sizes = {arm: pool.run(build, arm, ids, given.tokens, given.warmup)[0] for arm in arms}
+        arms = DEMO if given.demo else (*ARMS, *LORA[: 0 if given.no_lora else None])
+        shape = demo_shape() if given.demo else SHAPE
+        sizes = {arm: pool.run(build, arm, ids, given.tokens, given.warmup, shape)[0] for arm in arms}
         for rate in RATES:
             found: dict[str, list[tuple[float, float, int]]] = defaultdict(list)
             for repeat in range(_BEFORE + given.repeats):
@@ -216,11 +232,14 @@ def main() -> None:
         per_host=(1, "ranks"),
         links=("1gbit,none", "as tc has them, with commas between them"),
         no_lora=(False, "leave the LoRA arms out, which need peft"),
+        demo=(False, "train the demo's model"),
     )
     ids, rows = text(), list[dict[str, Any]]()
     for link in script.given.links.split(","):
         rows += rows_of(link, script.given, ids)
-    script.store("changes", "Hosts that read only what has changed of a shard", rows)
+    script.store(
+        "changes_demo" if script.given.demo else "changes", "Hosts that read only what has changed of a shard", rows
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.changes import text
+from bench.changes import SHAPE, demo_shape, text
 from bench.script import Script
 from odc import Settings, fully_shard
 
@@ -34,14 +34,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))  # the hosts are
 ARMS = {"fp32": "accumulator", "int8": "int8", "fp32, nudged": "accumulator"}
 _COLOURS = {"fp32": "#27496d", "int8": "#d8431f", "fp32, nudged": "#e6ab02"}
 _NUDGE = 1e-6  # relative, of every weight of the control
-_LARGE = {
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-}
 _LAST, _TURN, _SMOOTH = 50, 10, 25  # steps of the mean at the end, of each arm in turn, of a point in the picture
 _made: dict[str, _Training] = {}  # of this process, by arm
 
@@ -193,14 +185,11 @@ def main() -> None:
         seeds=(3, "of the weights and of the order of the text, from 0 on"),
     )
     given, ids = script.given, text()
-    from odc.experiments.text.model import config_of, shipped_config
-
-    demo = {key: value for key, value in config_of(shipped_config("qwen2-demo")).items() if key in _LARGE}
-    models = (("demo", demo, given.steps), ("larger", _LARGE, given.large_steps))
+    models = (("demo", demo_shape(), given.steps), ("larger", SHAPE, given.large_steps))
     found, rows = dict[str, list[Any]](), list[dict[str, Any]]()
     for (name, shape, steps), seed in itertools.product(models, range(given.seeds)):
         if steps:
-            losses, some = curves(name, shape | {"vocab_size": 4096}, seed, given, ids, steps)
+            losses, some = curves(name, shape, seed, given, ids, steps)
             found.setdefault(name, []).append(losses)
             rows += some
             script.store("int8_sums", "Sums of gradients in fp32 and in int8 between hosts", rows, losses=found)
