@@ -254,6 +254,10 @@ def _over(seconds: Mapping[str, float], arm: str, rival: str) -> str:
     return f"{seconds[arm] / seconds[rival]:.2f}" if {arm, rival} <= seconds.keys() else "-"
 
 
+def _each(values: Iterable[float]) -> str:
+    return " / ".join(f"{value:.2f}" for value in values)
+
+
 @_quote
 def changes() -> Figures:
     """By arm, the fastest over the limited link first; of each rate in turn."""
@@ -264,9 +268,6 @@ def changes() -> Figures:
     def of(arm: str, link: str, key: str) -> list[float]:
         found = (find(result, **{"arm": arm, "link": link, "learning rate": rate}) for rate in rates)
         return [float(row[key]) for row in found]
-
-    def each(values: Iterable[float]) -> str:
-        return " / ".join(f"{value:.2f}" for value in values)
 
     values = {
         arm: {
@@ -279,10 +280,10 @@ def changes() -> Figures:
             {row["arm"] for row in result["rows"]} - {"alone"}, key=lambda arm: of(arm, limited, "seconds")
         )
     }
-    lines = [{"arm": arm, **{key: each(some) for key, some in its.items()}} for arm, its in values.items()]
+    lines = [{"arm": arm, **{key: _each(some) for key, some in its.items()}} for arm, its in values.items()]
     alone, whole = of("alone", limited, "seconds"), of("whole", limited, "seconds")
     remain = {
-        arm: each(
+        arm: _each(
             (seconds - least) / (longest - least)
             for seconds, least, longest in zip(of(arm, limited, "seconds"), alone, whole, strict=True)
         )
@@ -295,6 +296,27 @@ def changes() -> Figures:
 @_quote
 def rounded_sums() -> Figures:
     return stored("int8_sums")
+
+
+@_quote
+def decoupled() -> Figures:
+    result = stored("decoupled")
+    return result | {"busy": find(result, what="84 pushes, beside a busy owner"), "status": result["rows"][-1]}
+
+
+@_quote
+def changes_demo() -> Figures:
+    result = stored("changes_demo")
+    cpu = {arm: _each(row["CPU of whole"] for row in rows(result, arm=arm)) for arm in ("auto", "changes")}
+    return result | {"cpu": cpu, "rates": " / ".join(f"{row['learning rate']:g}" for row in rows(result, arm="auto"))}
+
+
+@_quote
+def hosts_bytes() -> Figures:
+    result = stored("hosts_bytes")
+    (least,) = rows(result, arm="odc", weights="changed, lr 1e-05", sums="int8")
+    rivals = [row for row in result["rows"] if row["arm"].startswith("fsdp2,")]
+    return result | {"of_fsdp2": [row["bytes out a parameter"] / least["bytes out a parameter"] for row in rivals]}
 
 
 @_quote

@@ -10,7 +10,9 @@ hold for all of torch's arms and those of `odc` for odc's, in proportion to the 
 fitted to the rows that are compared. A limited link carries the payload of full Ethernet frames.
 
 A second table has the bytes that leave one of two hosts in a minibatch of bf16 training, by what crosses of the weights
-and by the dtype of sums. The shares of the weights that change are those that `bench.changes` has measured.
+and by the dtype of sums; those of FSDP2 over all ranks grow with the microbatches, of which it takes 8. The shares of
+the weights that change are those that `bench.changes` has measured, the bytes of a sum in int8 those of the larger
+model of `bench.int8_sums`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _FRAME = 1448 / 1514  # payload of TCP in a full frame
 _GBIT = 1e9 / 8
 _EXCHANGE = Work("exchange", 2, 2)
 _UNIT = 4.0 * _EXCHANGE.side**2  # bytes
-_SUMS = {"fp32": 4.0, "bf16": 2.0}  # bytes
+_SUMS, _MICROBATCHES = {"fp32": 4.0, "bf16": 2.0}, 8  # bytes; of each rank under FSDP2
 _MODEL = Model((Unit(_UNIT, _UNIT, 1 / _EXCHANGE.units),) * _EXCHANGE.units)
 
 
@@ -43,7 +45,8 @@ def main() -> None:
     script.store(NAME, title, rows(load("hosts")), measured=False)
     shares = changed_shares(load("changes"))
     title = "Bytes of a parameter that leave one of two hosts in a minibatch: simulated"
-    script.store(BYTES, title, bytes_rows(shares), measured=False)
+    int8 = next(row for row in rows_with(load("int8_sums"), sums="int8") if row["model"].startswith("larger"))
+    script.store(BYTES, title, bytes_rows(shares, _SUMS | {"int8": int8["bytes an element"]}), measured=False)
 
 
 @dataclass(frozen=True)
@@ -128,19 +131,26 @@ def changed_shares(changes: Result) -> dict[str, float]:
     return {"whole": 1.0, **{f"changed, lr {row['learning rate']:g}": row["weights of whole"] for row in rates}}
 
 
-def bytes_rows(shares: Mapping[str, float]) -> list[dict[str, Any]]:
-    """By arm, what crosses of the weights, and the dtype of sums: bytes a parameter."""
+def bytes_rows(shares: Mapping[str, float], sums: Mapping[str, float]) -> list[dict[str, Any]]:
+    """By arm, what crosses of the weights, and the dtype of sums (of which `sums` has the bytes): bytes a parameter,
+    the fewest first.
+    """
     found = []
     for weights, share in shares.items():
-        for sums, nbytes in _SUMS.items():
+        for dtype, nbytes in sums.items():
             cluster = Cluster(4, 2, node_cache=True, changed=share)
             out = _out(Step(cluster, Model((Unit(2.0, 2.0, 1.0),), accumulator=nbytes / 2), [[0.0]] * 4, "on demand"))
-            found.append({"arm": "odc", "weights": weights, "sums": sums, "bytes out a parameter": out})
-    for sums, nbytes in _SUMS.items():
+            found.append({"arm": "odc", "weights": weights, "sums": dtype, "bytes out a parameter": out})
+    for dtype, nbytes in _SUMS.items():
         model = Model((Unit(nbytes, nbytes, 1.0),))
         out = _out(Step(Cluster(4, 2), model, [[0.0]] * 4, "collectives", within_node=True))
-        found.append({"arm": "fsdp2-hybrid", "weights": "none", "sums": sums, "bytes out a parameter": out})
-    return found
+        found.append({"arm": "fsdp2-hybrid", "weights": "none", "sums": dtype, "bytes out a parameter": out})
+    model, each = Model((Unit(2.0, _SUMS["fp32"], 1.0),)), [[0.0] * _MICROBATCHES] * 4
+    for when, once in (("the last", True), ("every one", False)):
+        out = _out(Step(Cluster(4, 2), model, each, "collectives", reduce_once=once))
+        arm = f"fsdp2, {_MICROBATCHES} microbatches, reduced in {when}"
+        found.append({"arm": arm, "weights": "whole", "sums": "fp32", "bytes out a parameter": out})
+    return sorted(found, key=lambda row: row["bytes out a parameter"])
 
 
 def _out(step: Step) -> float:

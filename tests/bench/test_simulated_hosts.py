@@ -24,7 +24,9 @@ def test_stored_predictions_are_those_of_the_simulator() -> None:
 
 
 def test_bytes_are_those_of_the_formulas() -> None:
-    """(N-1)/N E (b c + a) with the share c of what changes, and 2(N-1)/N E g of hybrid sharding; N = b = 2."""
+    """(N-1)/N E (b c + a) with the share c of what changes, 2(N-1)/N E g of hybrid sharding, and of FSDP2 over all
+    ranks (NG-1)/NG E (2Mb + 2g) or, reduced in every microbatch, (2Mb + 2Mg); N = G = b = 2, M = 8.
+    """
     measured = [
         {"link": link, "learning rate": rate, "arm": arm, "weights of whole": share}
         for link in ("1gbit", "not limited")
@@ -32,9 +34,16 @@ def test_bytes_are_those_of_the_formulas() -> None:
     ]
     shares = changed_shares({"rows": measured})
     assert shares == {"whole": 1, "changed, lr 1e-05": 0.07, "changed, lr 0.0001": 0.25}
-    made, bytes_of = bytes_rows(shares), {"fp32": 4, "bf16": 2}
-    assert len(made) == 8
+    bytes_of = {"fp32": 4, "bf16": 2, "int8": 1.1}
+    made = bytes_rows(shares, bytes_of)
+    assert len(made) == 13
+    assert made == sorted(made, key=lambda row: row["bytes out a parameter"])
     for row in made:
         sums = bytes_of[row["sums"]]
-        wanted = (2 * shares[row["weights"]] + sums) / 2 if row["arm"] == "odc" else sums
+        wanted = {
+            "odc": (2 * shares[row["weights"]] + sums) / 2,
+            "fsdp2-hybrid": sums,
+            "fsdp2, 8 microbatches, reduced in the last": 3 / 4 * (2 * 8 * 2 + 2 * 4),
+            "fsdp2, 8 microbatches, reduced in every one": 3 / 4 * (2 * 8 * 2 + 2 * 8 * 4),
+        }[row["arm"]]
         assert row["bytes out a parameter"] == pytest.approx(wanted)
