@@ -95,8 +95,8 @@ class OdcWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Read and load all weights of a version. Waits until every rank has published it.
 
-        Raises StaleVersionError if the ranks publish anew meanwhile; what `odc.handover.read_groups` and the model's
-        `load_weights` raise.
+        Raises StaleVersionError if the ranks publish anew meanwhile; ConfigError if vLLM's model has parameters that
+        none of the weights is for; what `odc.handover.read_groups` and the model's `load_weights` raise.
         """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
@@ -107,11 +107,34 @@ class OdcWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._reader is None:
             raise ConfigError("weights are to be updated before init_weight_transfer_engine has given a handle")
         self.model.load_weights(self._weights(self._reader, update_info.version))
+        if self.model_config.quantization is None and (missing := self._missing()):  # else scales may stay as they are
+            raise ConfigError(
+                f"{len(missing)} parameters of vLLM's model are not in the model that the ranks train, first "
+                f"{missing[0]}; start vLLM with that model's configuration"
+            )
 
     def _weights(self, reader: Reader, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         for group in read_groups(reader, GROUP_BYTES, version, device=reader.device):
             for name, one in group.items():
                 yield name, one.clone()  # vLLM keeps it until all of its layer has come; the group is overwritten
+
+    def _missing(self) -> list[str]:
+        """Names of parameters for which nothing has come since the update began. Those that a layer shares with another
+        that has got them, as a tied head does, are not missing.
+        """
+        begun = [
+            (layer, info.restore_metadata[0], info.kernel_tensors[0], {name for name, _ in info.loaded_weights})
+            for layer, module in self.model.named_modules()
+            if (info := get_layerwise_info(module)).can_load() and info.kernel_tensors is not None
+        ]
+        got = {id(parameter) for parameter in self.model.parameters()}  # of layers that are whole, as they run
+        got |= {id(running[name]) for _, _, running, came in begun for name in came & running.keys()}
+        return [
+            f"{layer}.{name}"
+            for layer, loaded, running, _ in begun
+            for name in running
+            if name in loaded and id(running[name]) not in got
+        ]
 
     def shutdown(self) -> None:
         """Let go of the job. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -53,21 +54,36 @@ def step(rank: int, world: int) -> tuple[int, list[int], list[float]]:
     return published, answer, likely
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankPool, Any]]:
-    """Ranks that train, and a connection to a process in which vLLM runs."""
-    folder = tmp_path_factory.mktemp("vllm")
-    save_model(folder)
-    pool, spawn = RankPool(2), multiprocessing.get_context("spawn")
+@contextlib.contextmanager
+def answering(folder: Path, handle: str) -> Iterator[Any]:
+    """A connection to a process in which vLLM runs."""
+    spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
-    process = spawn.Process(target=serve, args=(there, folder, pool.run(start, folder)[0]))
+    process = spawn.Process(target=serve, args=(there, folder, handle))
     process.start()
     there.close()
-    yield pool, here
+    yield here
     here.send(None)
     process.join()
-    pool.close()
     assert process.exitcode == 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankPool, Path, str]]:
+    """Ranks that train, the folder of their model, and the handle of its weights."""
+    folder = tmp_path_factory.mktemp("vllm")
+    save_model(folder)
+    pool = RankPool(2)
+    yield pool, folder, pool.run(start, folder)[0]
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def job(trained: tuple[RankPool, Path, str]) -> Iterator[tuple[RankPool, Any]]:
+    """Ranks that train, and a connection to vLLM."""
+    pool, folder, handle = trained
+    with answering(folder, handle) as vllm:
+        yield pool, vllm
 
 
 def test_vllm_answers_as_the_trained_model_after_each_step(job: tuple[RankPool, Any]) -> None:
@@ -111,3 +127,15 @@ def test_an_update_that_was_overtaken_in_a_layer_is_begun_again(job: tuple[RankP
     assert "overtaken" in asked(vllm, before, groups), "some parameters of a layer have come"
     published, answer, likely = pool.run(step)[0]
     assert asked(vllm, published) == (answer, pytest.approx(likely, abs=1e-5))
+
+
+def test_a_model_of_more_layers_than_the_ranks_train_is_refused(
+    trained: tuple[RankPool, Path, str], tmp_path: Path
+) -> None:
+    """What has not come would stay as vLLM has made it up."""
+    pool, _, handle = trained
+    save_model(tmp_path, layers=3)
+    published, _, _ = pool.run(step)[0]
+    with answering(tmp_path, handle) as vllm:
+        error = asked(vllm, published)
+    assert "parameters of vLLM's model are not in the model that the ranks train, first model.layers.2." in error

@@ -82,15 +82,15 @@ def answered(engine: Any) -> tuple[list[int], list[float]]:
     return tokens, [one[token].logprob for one, token in zip(found.logprobs, tokens, strict=True)]
 
 
-def save_model(folder: Path) -> None:
-    """A Qwen2 of two layers, and a tokenizer. Heads have 64 elements: the attention of vLLM on the CPU does not know
+def save_model(folder: Path, layers: int = 2) -> None:
+    """A Qwen2, and a tokenizer. Heads have 64 elements: the attention of vLLM on the CPU does not know
     smaller ones.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = {"vocab_size": save_tiny_tokenizer(folder), "max_position_embeddings": 64, "num_key_value_heads": 1}
-    sizes |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": layers, "num_attention_heads": 2}
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**sizes)).save_pretrained(folder)
 
