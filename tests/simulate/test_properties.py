@@ -35,7 +35,6 @@ def clusters(draw: st.DrawFn, *, free: bool = False) -> Cluster:
         inter_bandwidth=draw(_positive),
         intra_latency=draw(_short),
         inter_latency=draw(_short),
-        accumulate_bandwidth=draw(_positive),
         call_seconds=draw(_short),
         collective=draw(st.sampled_from(["ring", "tree", "gloo"])),
         reductions_in_flight=draw(_in_flight),
