@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
 
+from odc.arms import ARMS
 from odc.balance import Plan, SplitSample, compiled, lb_mini, lower_bound, quadratic
-from odc.simulate import ARMS, Cluster, Model, Step, Unit, even_model, event_loops, simulate, simulate_plan
+from odc.simulate import Cluster, Model, Step, Unit, even_model, event_loops, simulate, simulate_plan
 from odc.simulate.workload import Gang
 
 TRANSPORTS = ("collectives", "resident", "on demand", "dynamic")
