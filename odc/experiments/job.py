@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -99,7 +98,7 @@ def rank_group(
     Every rank enters it. A clean exit waits for every other rank; after an error the group is taken down at once.
     Where ranks that end are started again there is a `Recovery`, with the arguments `recovering`.
     """
-    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+    torch.set_num_threads(threads_per_rank(devices.ranks_here(ranks)))
     with nullcontext() if recovering is None else Recovery(**recovering) as recovery:
         if recovery is None:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
