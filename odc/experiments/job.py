@@ -134,7 +134,7 @@ class RankJob:
         self._clock: CommonClock | None = None
         self.saved: Path | None = None
         self.spans: list[Span] = []
-        recorder().set_rank(self.rank)
+        recorder().rank = self.rank
         recorder().time_by(devices.device_clock(device))
         torch.manual_seed(workload.job.seed + self.rank)
         self.trainer: Any = workload.trainer(progress, device)
