@@ -179,10 +179,6 @@ class CudaHeap(NamedHeap):
             return self._host.address(member, name)
         return self._base(member).data_ptr() + self.layout.offset(name)
 
-    def base_addresses(self) -> torch.Tensor:
-        addresses = [self._base(member).data_ptr() for member in self._members]
-        return torch.tensor(addresses, dtype=torch.int64, device="cpu")
-
     def words(self, member: int, name: str) -> Words:
         if name not in self._words:
             self.layout.offset(name)  # KeyError where there is no such region at all
