@@ -67,28 +67,25 @@ class CheckedGroup:
         head = torch.tensor([int(bool(refusal)), *values], dtype=torch.int64, device="cpu")
         if refusal:
             self._store.set(f"{self._key(self.rank)}/refusal", refusal)
-        heads = [torch.empty_like(head) for _ in self.ranks]
-        self.run(what, lambda: dist.all_gather(heads, head, group=self.group))
-        brought = [tuple(values) for values in torch.stack(heads).tolist()]
+        brought = [tuple(values.tolist()) for values in self._gathered(what, head)]
         refused = [rank for rank, (flag, *_) in enumerate(brought) if flag]
         if refused:
             why = [self._store.get(f"{self._key(rank)}/refusal").decode() for rank in refused]
-            raise PlanError(
-                f"rank {self.rank}, {what}: the step is refused: {'; '.join(why)}", culprit=refused[0]
-            )
+            raise PlanError(f"rank {self.rank}, {what}: the step is refused: {'; '.join(why)}", culprit=refused[0])
         require_same_plan(brought, self.ranks, self.rank, what)
 
     def gather(self, what: str, values: Ints) -> list[Ints]:
         """The int64 arrays [any length] of all ranks."""
-        sizes = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in self.ranks]
-        mine = torch.tensor([len(values)], device="cpu")
-        self.run(what, lambda: dist.all_gather(sizes, mine, group=self.group))
-        counts = [int(size) for size in sizes]
+        counts = [int(size) for size in self._gathered(what, torch.tensor([len(values)], device="cpu"))]
         own = torch.zeros(max(counts), dtype=torch.int64, device="cpu")
         own[: len(values)] = torch.from_numpy(np.array(values, np.int64))
-        found = [torch.empty_like(own) for _ in self.ranks]
-        self.run(what, lambda: dist.all_gather(found, own, group=self.group))
-        return [array.numpy()[:count] for array, count in zip(found, counts, strict=True)]
+        return [found.numpy()[:count] for found, count in zip(self._gathered(what, own), counts, strict=True)]
+
+    def _gathered(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, alike in shape and dtype."""
+        found = [torch.empty_like(mine) for _ in self.ranks]
+        self.run(what, lambda: dist.all_gather(found, mine, group=self.group))
+        return found
 
     def close(self) -> None:
         """Give the group back; idempotent."""
