@@ -91,7 +91,7 @@ def run_rank(workload: Workload[Any]) -> Any:
 
 @contextmanager
 def rank_group(
-    ranks: int, timeout_s: float, backend: str = "gloo", recovering: dict[str, Any] | None = None
+    ranks: int, timeout_s: float, backend: str, recovering: dict[str, Any] | None
 ) -> Iterator[Recovery | None]:
     """The process group of `ranks`, in a process that has the environment of `torchrun`; sets torch's threads.
 
