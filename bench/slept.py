@@ -152,7 +152,7 @@ def run_arm(run: Run) -> Any:
     shard_model(arm, model, list(model.layers), Settings())
     if splitter is not None:
         splitter.prepare()
-    recorder().set_rank(rank)
+    recorder().rank = rank
     for step, plan in enumerate((run.plans[0], *run.plans)):
         scale, count = run.scale * (1 if step else 0.01), arm.counts(plan)[rank]
         seconds = [cost * scale for cost in plan.costs[rank] if cost > 0]

@@ -115,7 +115,7 @@ def units_of(model: str, owners: int) -> Sequence[UnitSpec]:
     """Of a model's config: each layer, the embedding, and the root with the rest."""
     built = model_of(config_named(model))
     embedding = next(one for one in built.modules() if isinstance(one, nn.Embedding))
-    return regions_of(built, [*blocks_of(built), embedding], owners, 1, Settings(), torch.bfloat16, True).units
+    return regions_of(built, [*blocks_of(built), embedding], owners, 1, Settings(), True).units
 
 
 @dataclass

@@ -6,6 +6,7 @@ Every message names the *global* rank that raises, its epoch, and what it waited
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NoReturn
 
 
@@ -96,6 +97,13 @@ class ConfigError(OdcError, ValueError):
 def refuse_setting(what: str, instead: str) -> NoReturn:
     """Raise ConfigError: a library is set to `what`, which odc cannot do; `instead` is what to do."""
     raise ConfigError(f"odc cannot apply {what}: {instead}")
+
+
+def refuse_together(what: str, wrong: Mapping[str, tuple[object, str]]) -> None:
+    """Raise ConfigError if a library is set to `what` and one of `wrong`, which has whether it is and what to do."""
+    for other, (there, instead) in wrong.items():
+        if there:
+            refuse_setting(f"{what} with {other}", instead)
 
 
 class NonFiniteLossError(OdcError):

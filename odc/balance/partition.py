@@ -171,15 +171,15 @@ def refine(
     parts: list[list[int]],
     costs: Sequence[float],
     *,
-    lengths: Sequence[int] | None = None,
-    max_tokens: int | None = None,
+    lengths: Sequence[int],
+    max_tokens: int,
     worth: float = 0.0,
 ) -> list[list[int]]:
     """Even out lists of samples by trades between pairs of them; the costliest never gets costlier. Where no trade
     helps it, the next one is improved.
 
     Args:
-        lengths, max_tokens: with both, no trade lifts the sum of lengths of a part over `max_tokens`.
+        lengths, max_tokens: no trade lifts the sum of lengths of a part over `max_tokens`.
         worth: a trade must lower the larger of two costs by at least this share of it; larger values end sooner.
     """
     listed = [i for part in parts for i in part]
@@ -188,15 +188,12 @@ def refine(
     ticks = to_ticks(np.array([costs[i] for i in listed], np.float64), len(parts))
     order = falling(ticks, None)
     samples, owners = samples[order], owners[order]
-    sizes, rooms, reach = None, None, 0
-    if lengths is not None and max_tokens is not None:
-        sizes = np.array([lengths[i] for i in listed], np.int64)[order]
-        rooms, reach = np.full(len(parts), max_tokens), _REACH
+    sizes, rooms = np.array([lengths[i] for i in listed], np.int64)[order], np.full(len(parts), max_tokens)
     loops, arrays = loops_of(_loops, len(samples))
     state = new_assignment(ticks[order], np.ones(len(parts)), sizes=sizes, rooms=rooms, arrays=arrays)
     out: Any = owners if arrays else owners.tolist()
     loops.put(state, out)
-    loops.solve(state, Rules(0.0, False, reach, worth, True, _PARTNERS))
+    loops.solve(state, Rules(0.0, False, _REACH, worth, True, _PARTNERS))
     loops.get(state, out)
     result: list[list[int]] = [[] for _ in parts]
     for i, owner in zip(samples.tolist(), out, strict=True):

@@ -41,7 +41,7 @@ class OneProcessHeap(CudaHeap):
         lanes: Lanes,
         bases: list[torch.Tensor],
         memory: Memory,
-        local: Sequence[int] | None = None,
+        local: Sequence[int],
     ) -> None:
         super().__init__(host, device, lanes, local)
         self._all, self._memory = bases, memory

@@ -45,7 +45,7 @@ def add(nbytes: int, device: str, times: int = 1) -> list[Action]:
     return [plain] if device == "cpu" else [roofline(nbytes, 3 * nbytes, device, times), plain]
 
 
-def repeated(run: Callable[[int], object], times: int, apart: int = 1) -> Callable[[], object]:
+def repeated(run: Callable[[int], object], times: int, apart: int) -> Callable[[], object]:
     """Calls `run(i)` `times` times, with `apart` slices of memory in turn."""
 
     def loop() -> None:

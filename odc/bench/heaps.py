@@ -57,7 +57,8 @@ def open_heap(nbytes: int, device: str) -> SymmetricHeap:
     listener = serve_requests(reactor, address, lambda request, peer: (reply, (host.fd, *host.other_fds)))
     try:
         dist.all_gather_object(listeners, address)
-        heap.base_addresses()
+        for member in range(len(ranks)):
+            heap.whole(member)
         meet()  # all have mapped all
     finally:
         reactor.call(listener.close)
@@ -142,7 +143,8 @@ def _device_puts(heap: SymmetricHeap, mine: Pieces, peers: Pieces) -> Ways:
     if triton_is_here():
         from odc import kernels
 
-        table = heap.base_addresses().to(heap.device)
+        bases = [heap.whole(member).data_ptr() for member in range(len(heap.ranks))]
+        table = torch.tensor(bases, dtype=torch.int64, device=heap.device)
         ways[f"put, {TRITON_KERNEL}"] = lambda i: kernels.put([mine[i]], table, peer, at + i * size)
     return ways
 

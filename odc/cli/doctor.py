@@ -88,7 +88,8 @@ def _print(findings: Any, missing: Any, uses: list[str]) -> None:
         console.print(Text.assemble((title, "bold"), f" (--need {needs})"), **_CUT)
         for finding in findings:
             if finding.use in kinds and not finding.what.startswith("extra "):
-                console.print(_line(finding.state, f"{finding.what:14} {finding.found}", finding in missing), **_CUT)
+                mark = _mark(finding.state, finding in missing)
+                console.print(Text.assemble(mark, f" {finding.what:14} {finding.found}"), **_CUT)
     others = {kind for kinds in GROUPS.values() for kind in kinds}
     extras = [one for one in findings if one.what.startswith("extra ") or one.use not in others]
     _print_extras(console, extras)
@@ -102,12 +103,6 @@ def _mark(state: str, needed: bool = False) -> Any:
     from rich.text import Text
 
     return Text(f"  {state:7}", "green" if state == "ok" else "red" if needed else "yellow")
-
-
-def _line(state: str, text: str, needed: bool = False) -> Any:
-    from rich.text import Text
-
-    return Text.assemble(_mark(state, needed), f" {text}")
 
 
 def _print_extras(console: Any, findings: list[Any]) -> None:

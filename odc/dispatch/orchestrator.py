@@ -6,6 +6,7 @@ The training loop moves the data by the plan's routes and `Exchange.move`.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -110,7 +111,7 @@ class Orchestrator:
         planned = repr((self.encoders, self.llm, self._nodes)) + whole.digest
         mark = np.frombuffer(hashlib.sha256(planned.encode()).digest()[:8], np.int64)
         marks = [int(found[0]) for found in self.exchange.gather(self._step, PLAN, mark)]
-        common = max(set(marks), key=lambda one: (marks.count(one), -marks.index(one)))
+        common, _ = Counter(marks).most_common(1)[0]
         odd = [rank for rank, one in zip(self.exchange.ranks, marks, strict=True) if one != common]
         if odd:
             raise PlanError(

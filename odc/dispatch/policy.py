@@ -94,7 +94,7 @@ def _single(lengths: Ints, policy: BalancePolicy) -> NDArray[np.float64]:
     return policy.alpha * lengths + policy.beta * (lengths * lengths)
 
 
-def check_lengths(lengths: Sequence[ArrayLike], longest: int | None = None) -> tuple[Ints, Ints]:
+def check_lengths(lengths: Sequence[ArrayLike], longest: int | None) -> tuple[Ints, Ints]:
     """Counts int64 [d] and flat lengths int64 [n] of one list an instance, checked.
 
     Raises PlanError, naming instance and example, for a length that is no whole number (NaN too), below 1 or over the

@@ -132,7 +132,7 @@ class Rearrangement:
         if len(number) != len(self.order) or (len(number) and number.min() < 0):
             raise PlanError(f"parts must list a number >= 0 for each of {len(self.order)} examples")
         first, moved = _starts(number), number[self.order]
-        order = np.repeat(first[self.order] - _starts(moved)[:-1], moved) + np.arange(moved.sum())
+        order = ranges(first[self.order], moved)
         return Rearrangement(_sums(number, self.starts), _sums(moved, self.new_starts), order)
 
     def relabel(self, places: ArrayLike) -> Rearrangement:
@@ -142,8 +142,7 @@ class Rearrangement:
             raise PlanError(f"places must be a permutation of {self.instances} instances")
         at = np.argsort(place)  # the old instance whose mini-batch each instance gets
         moved = self.new_counts[at]
-        shift = self.new_starts[at] - _starts(moved)[:-1]
-        return Rearrangement(self.counts, moved, self.order[np.repeat(shift, moved) + np.arange(len(self.order))])
+        return Rearrangement(self.counts, moved, self.order[ranges(self.new_starts[at], moved)])
 
     def between_nodes(self, sizes: ArrayLike, per_node: int) -> Ints:
         """[d]: what each instance sends to instances of other nodes, nodes being runs of `per_node` instances."""
@@ -151,6 +150,11 @@ class Rearrangement:
         sent = np.zeros(self.instances, np.int64)
         np.add.at(sent, self.sources[away], np.asarray(sizes, np.int64)[away])
         return sent
+
+
+def ranges(first: Ints, counts: Ints) -> Ints:
+    """first[0], first[0] + 1, ... for counts[0] numbers, then from first[1] on, and so on."""
+    return np.repeat(first - _starts(counts)[:-1], counts) + np.arange(counts.sum())
 
 
 def _counts(counts: ArrayLike) -> Ints:

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from odc.dispatch.rearrangement import Ints, Rearrangement
+from odc.dispatch.rearrangement import Ints, Rearrangement, ranges
 from odc.errors import PlanError
 
 Run = tuple[int, int, int]  # first row there, first row here, rows
@@ -89,7 +89,7 @@ def _field(move: Rearrangement, rows: Ints, me: int) -> FieldRoute:
     by_destination = local[np.argsort(landing[local])]
     brought = rows[local]
     first = np.cumsum(brought) - brought
-    pack = _ranges(first[by_destination - move.starts[me]], rows[by_destination])
+    pack = ranges(first[by_destination - move.starts[me]], rows[by_destination])
     sent = np.bincount(move.owners[local], weights=brought, minlength=d).astype(np.int64)
     arriving = move.arriving(me)
     origin, got = move.sources[arriving], rows[arriving]
@@ -97,13 +97,7 @@ def _field(move: Rearrangement, rows: Ints, me: int) -> FieldRoute:
     place = np.empty(len(arriving), np.int64)
     place[by_source] = np.cumsum(got[by_source]) - got[by_source]
     received = np.bincount(origin, weights=got, minlength=d).astype(np.int64)
-    return FieldRoute(sent, received, pack, _ranges(place, got))
-
-
-def _ranges(first: Ints, counts: Ints) -> Ints:
-    """first[0], first[0] + 1, ... for counts[0] numbers, then from first[1] on, and so on."""
-    ends = np.cumsum(counts)
-    return np.repeat(first - (ends - counts), counts) + np.arange(int(ends[-1]) if len(ends) else 0)
+    return FieldRoute(sent, received, pack, ranges(place, got))
 
 
 def _runs(here: Ints, counts: Ints) -> list[list[Run]]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from odc.dispatch.node_wise import keep_local, place_batches
 from odc.dispatch.policy import BalancePolicy, balance_flat
-from odc.dispatch.rearrangement import Ints, Rearrangement
+from odc.dispatch.rearrangement import Ints, Rearrangement, ranges
 from odc.dispatch.records import Records
 from odc.errors import PlanError
 
@@ -105,9 +105,7 @@ class StepPlan:
         order = np.argsort(phase, kind="stable")
         starts = np.empty(len(tokens), np.int64)
         starts[order] = np.cumsum(tokens[order]) - tokens[order]
-        ends = np.cumsum(tokens)
-        total = int(ends[-1]) if len(ends) else 0
-        return np.repeat(starts - (ends - tokens), tokens) + np.arange(total)
+        return ranges(starts, tokens)
 
 
 def plan_step(

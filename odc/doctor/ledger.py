@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _ADAM = 2  # moments of a parameter, in its dtype
+_COMPUTE = torch.bfloat16  # what parameters are converted to, by a mixed precision policy
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ def memory_ledger(
     ranks: int,
     hosts: int = 1,
     settings: Settings | None = None,
-    compute: torch.dtype = torch.bfloat16,
     on_device: bool = True,
 ) -> MemoryLedger:
     """The ledger of `model`, perhaps on the meta device, of whose `blocks` each is sharded, and at last itself.
@@ -65,13 +65,12 @@ def memory_ledger(
     Args:
         ranks: of a 1-D mesh over all ranks.
         hosts: how many they run on, as many on each.
-        compute: what parameters are converted to, by a mixed precision policy.
         on_device: False for ranks on the CPU.
 
     Raises ConfigError where the ranks do not divide into hosts.
     """
     settings = settings or Settings()
-    account = regions_of(model, blocks, ranks, hosts, settings, compute, on_device).ledger()
+    account = regions_of(model, blocks, ranks, hosts, settings, on_device).ledger()
     heap = {name: nbytes for name, nbytes in account.items() if name in DATA_ACCOUNTS}
     shards = sum(_shard(one, ranks) * one.element_size() for one in model.parameters())
     gradients = sum(_shard(one, ranks) * one.element_size() for one in model.parameters() if one.requires_grad)
@@ -86,7 +85,6 @@ def regions_of(
     ranks: int,
     hosts: int,
     settings: Settings,
-    compute: torch.dtype,
     on_device: bool,
 ) -> Regions:
     """What lies in the heap of rank 0; arguments as of `memory_ledger`."""
@@ -95,7 +93,7 @@ def regions_of(
     places = tuple(rank // (ranks // hosts) for rank in range(ranks)) if hosts > 1 else ()
     grid, taken = RankGrid(tuple(range(ranks)), ranks, 0, places), set[int]()
     coarse = _coarse(model) if settings.sums_dtype == "int8" else frozenset()
-    units = [_unit(i, block, ranks, settings, compute, taken, coarse) for i, block in enumerate([*blocks, model])]
+    units = [_unit(i, block, ranks, settings, taken, coarse) for i, block in enumerate([*blocks, model])]
     return Regions(grid, [unit for unit in units if unit.params], settings, on_device)
 
 
@@ -112,7 +110,6 @@ def _unit(
     module: nn.Module,
     shards: int,
     settings: Settings,
-    compute: torch.dtype,
     taken: set[int],
     coarse: frozenset[int],
 ) -> UnitSpec:
@@ -123,7 +120,7 @@ def _unit(
     found = {name: one for name, one in module.named_parameters() if id(one) not in taken}
     taken.update(map(id, found.values()))
     frozen: Collection[str] = {name for name, one in found.items() if not one.requires_grad}
-    params = [(name, _shard(one, shards), compute) for name, one in found.items()]
+    params = [(name, _shard(one, shards), _COMPUTE) for name, one in found.items()]
     dtype, names = accumulator_dtype(settings.reproducible), {name for name, one in found.items() if id(one) in coarse}
     return UnitSpec.build(index, type(module).__name__, params, dtype, frozen, names)
 

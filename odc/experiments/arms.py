@@ -7,7 +7,7 @@ would wait for each other at every unit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -70,7 +70,7 @@ def run_minibatch(
     resident = arm.transport == "resident"
     if resident:
         _gather_all(model)
-    with _minibatch(arm, model):
+    with cast(Any, model).minibatch() if arm.on_demand else nullcontext():
         if pieces is not None:
             pieces()
         for m in range(count):
@@ -89,26 +89,19 @@ def run_minibatch(
 
 
 def run_queue(
-    arm: Arm,
-    model: nn.Module,
+    model: Any,
     mine: Sequence[Mapping[str, Tensor]],
     costs: Sequence[float],
-    backward: Callable[[int, int, Mapping[str, Tensor]], None],
+    backward: Callable[[int, Mapping[str, Tensor]], None],
 ) -> None:
     """Like `run_minibatch`, for a dynamic arm: offers `mine` to all ranks and computes what this rank claims.
 
-    Calls `backward(m, number, tensors)` for its m-th microbatch, which stands at place `number` in the queue.
+    Calls `backward(number, tensors)` for a microbatch, which stands at place `number` in the queue.
     """
-    with _minibatch(arm, model):
-        claims = cast(Any, model).claim(mine, costs)
-        for m, tensors in enumerate(claims):
-            backward(m, claims.number, tensors)
-
-
-def _minibatch(arm: Arm, model: nn.Module) -> AbstractContextManager[None]:
-    if arm.on_demand:
-        return cast("AbstractContextManager[None]", cast(Any, model).minibatch())
-    return nullcontext()
+    with model.minibatch():
+        claims = model.claim(mine, costs)
+        for tensors in claims:
+            backward(claims.number, tensors)
 
 
 def _gather_all(model: nn.Module) -> None:

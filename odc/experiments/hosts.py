@@ -24,6 +24,7 @@ from odc.net import Mailbox
 from odc.net.store import store_of_hosts
 from odc.trace import rank_file
 
+_TIMEOUT_S = 600.0
 _PREPARE_S = 6 * 3600.0  # that hosts may differ in reading their data, before the first run
 _REFUSED_S = 30.0  # for a host that is refused to reach the store, and let the others know
 _LATE_S = 5.0  # that other hosts have to send what they saw, once this host's ranks have failed
@@ -45,7 +46,7 @@ class HostTeam:
         per_host: int,
         address: str,
         store: Any,
-        timeout_s: float = 600.0,
+        timeout_s: float = _TIMEOUT_S,
         task: str = "the comparison",
     ) -> None:
         self.number, self.count, self.per_host, self.address = number, count, per_host, address
@@ -56,17 +57,15 @@ class HostTeam:
         self._run_store: Any = None  # host 0: the store of the present run
 
     @classmethod
-    def of_launcher(cls, timeout_s: float = 600.0, task: str = "the comparison") -> HostTeam:
+    def of_launcher(cls, task: str = "the comparison") -> HostTeam:
         """In a process with torchrun's variables. Raises ConfigError where hosts have unequally many ranks: on those
         whose number is not the mean; they end the others, which could not know.
         """
         names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
         number, count, per_host, world = (int(os.environ[name]) for name in names)
-        join = functools.partial(
-            cls, number, count, per_host, os.environ["MASTER_ADDR"], timeout_s=timeout_s, task=task
-        )
+        join = functools.partial(cls, number, count, per_host, os.environ["MASTER_ADDR"], task=task)
         if world == count * per_host:
-            return join(store=store_of_hosts(number, timeout_s))
+            return join(store=store_of_hosts(number, _TIMEOUT_S))
         error = ConfigError(
             f"{world} ranks on {count} hosts, {per_host} of them here: every host must start equally many "
             "(--nproc-per-node)"

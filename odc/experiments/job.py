@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -92,14 +91,14 @@ def run_rank(workload: Workload[Any]) -> Any:
 
 @contextmanager
 def rank_group(
-    ranks: int, timeout_s: float, backend: str = "gloo", recovering: dict[str, Any] | None = None
+    ranks: int, timeout_s: float, backend: str, recovering: dict[str, Any] | None
 ) -> Iterator[Recovery | None]:
     """The process group of `ranks`, in a process that has the environment of `torchrun`; sets torch's threads.
 
     Every rank enters it. A clean exit waits for every other rank; after an error the group is taken down at once.
     Where ranks that end are started again there is a `Recovery`, with the arguments `recovering`.
     """
-    torch.set_num_threads(threads_per_rank(int(os.environ.get("LOCAL_WORLD_SIZE", ranks))))
+    torch.set_num_threads(threads_per_rank(devices.ranks_here(ranks)))
     with nullcontext() if recovering is None else Recovery(**recovering) as recovery:
         if recovery is None:
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
@@ -135,7 +134,7 @@ class RankJob:
         self._clock: CommonClock | None = None
         self.saved: Path | None = None
         self.spans: list[Span] = []
-        recorder().set_rank(self.rank)
+        recorder().rank = self.rank
         recorder().time_by(devices.device_clock(device))
         torch.manual_seed(workload.job.seed + self.rank)
         self.trainer: Any = workload.trainer(progress, device)

@@ -42,7 +42,7 @@ def report(config: CompareConfig, runs: dict[str, list[ArmRun]], command: Sequen
     return {
         "schema": workload.schema,
         "reference": config.reference,
-        "arms": {arm: _arm(config, arm, own, reference) for arm, own in runs.items()},
+        "arms": {arm: _arm(config, own, reference) for arm, own in runs.items()},
         "job": workload.to_dict(),
         "repeats": config.repeats,
         "skipped_steps": config.skip,
@@ -65,7 +65,7 @@ def write_report(path: Path, figures: dict[str, Any]) -> None:
     beside.replace(path)
 
 
-def _arm(config: CompareConfig, arm: str, runs: list[ArmRun], reference: list[float]) -> dict[str, Any]:
+def _arm(config: CompareConfig, runs: list[ArmRun], reference: list[float]) -> dict[str, Any]:
     measured = [run.measured.steps for run in runs]
     results = [result for run in runs for result in run.results]
     seconds = over_repeats(measured, lambda step: step.step_s)

@@ -70,8 +70,8 @@ def _rows(arms: Mapping[str, dict[str, Any]]) -> list[tuple[str, Callable[[dict[
             ("rollout, s", "rollout_s", lambda arm: f"{arm['rollout_s']['median']:.2f}"),
         ],
         [
-            ("bubble, measured", "bubble", _of("bubble", lambda stat: f"{stat['median']:.1%}")),
-            ("  from-to", "bubble", _of("bubble", lambda stat: f"{stat['min'] * 100:.1f}-{stat['max']:.1%}")),
+            ("bubble, measured", "bubble", lambda arm: f"{arm['bubble']['median']:.1%}"),
+            ("  from-to", "bubble", lambda arm: f"{arm['bubble']['min'] * 100:.1f}-{arm['bubble']['max']:.1%}"),
             ("  plan's prediction", "plan", lambda arm: f"{arm['plan']['bubble']:.1%}"),
             ("  any plan's bound", "plan", lambda arm: f"{arm['plan']['bound']:.1%}"),
         ],
@@ -94,13 +94,8 @@ def _rows(arms: Mapping[str, dict[str, Any]]) -> list[tuple[str, Callable[[dict[
     return rows[:-1]
 
 
-def _of(figure: str, cell: Callable[[dict[str, float]], str]) -> Callable[[dict[str, Any]], str]:
-    return lambda arm: cell(arm[figure])
-
-
 def _milliseconds(category: str) -> Callable[[dict[str, Any]], str]:
-    cell = _of(category, lambda stat: f"{stat['median'] * 1e3:,.0f}")
-    return lambda arm: cell(arm["breakdown"])
+    return lambda arm: f"{arm['breakdown'][category]['median'] * 1e3:,.0f}"
 
 
 def between_passes(arm: dict[str, Any]) -> str:

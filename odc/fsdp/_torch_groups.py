@@ -109,8 +109,8 @@ def gloo_groups(rank: int) -> list[Any]:
     return [one for one in found if one not in _cut_short and rank in world.pg_group_ranks.get(one, ())]
 
 
-def close_connections(group: Any = None) -> None:
-    """Close what gloo has connected for `group` (None: the default one). On any thread; waits for no other rank.
+def close_connections(group: Any) -> None:
+    """Close what gloo has connected for `group`. On any thread; waits for no other rank.
 
     What other ranks wait for on them fails at once. Destroying the group would close them too, but gloo first waits
     until nothing is left to be read, and never reads what a live rank has sent for a collective that failed here. One

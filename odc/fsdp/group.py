@@ -134,9 +134,7 @@ class OdcParamGroup(FetchedGroup):
         self.odc_needed_now = False
 
 
-def adopt(
-    group: compat.FSDPParamGroup, find_root: Callable[[OdcParamGroup], object], node_size: int = 0
-) -> OdcParamGroup:
+def adopt(group: compat.FSDPParamGroup, find_root: Callable[[OdcParamGroup], object], node_size: int) -> None:
     """Turn one of torch's groups into an on-demand one, in place; `find_root` is asked at its first use."""
     group.__class__ = OdcParamGroup
     adopted: Any = group
@@ -145,7 +143,6 @@ def adopt(
     adopted.odc_fills_unused = False
     adopted.odc_trained = [param.parameter.requires_grad for param in params_of(group)]
     adopted.forget_root()
-    return adopted  # type: ignore[no-any-return]
 
 
 def sharded_groups(model: nn.Module) -> list[OdcParamGroup]:

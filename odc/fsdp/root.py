@@ -92,7 +92,7 @@ class Root:
         self._note: list[str] = []
         self._end = weakref.finalize(self, _shut_down, member, self.fetcher, self.sender, self._note)
         self._end.atexit = False  # `shutdown` does it, before the daemon is stopped
-        recorder().set_rank(self.rank)
+        recorder().rank = self.rank
         if not settings.trace:
             recorder().enabled = False
         member.announce(settings.fingerprint(), calls_below(module))

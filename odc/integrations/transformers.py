@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from odc.balance import longest_piece
 from odc.blocks import blocks_of
-from odc.errors import ConfigError, install
+from odc.errors import ConfigError, install, refuse_setting
 from odc.fsdp import OdcModule, fully_shard
 from odc.integrations._generation import generate_alone, generates
 from odc.integrations.transformers_arguments import (
@@ -131,7 +131,7 @@ def _refuse_unready(model: Any) -> None:
             f"this {type(model).__name__} is sharded already, by a trainer before: save it there, and load it anew"
         )
     if not dist.is_initialized() and "LOCAL_RANK" not in os.environ:
-        raise ConfigError("odc cannot apply a single process: start it with torchrun or accelerate launch")
+        refuse_setting("a single process", "start it with torchrun or accelerate launch")
 
 
 def _refuse_late_accelerator(model: Any) -> None:
@@ -182,11 +182,9 @@ class OdcTrainer(RecoveringTrainer):
         **options: Any,
     ) -> None:
         if options.get("model_init") is not None:
-            raise ConfigError("odc cannot apply model_init: pass the model itself, because it is sharded once")
+            refuse_setting("model_init", "pass the model itself, because it is sharded once")
         if any(one is not None for one in options.get("optimizers", ())):
-            raise ConfigError(
-                "odc cannot apply optimizers made before the model is sharded: use optimizer_cls_and_kwargs"
-            )
+            refuse_setting("optimizers made before the model is sharded", "use optimizer_cls_and_kwargs")
         if args is not None:
             refuse_arguments(args)
         self._max_tokens, self._split = max_tokens, split
@@ -273,7 +271,7 @@ class OdcTrainer(RecoveringTrainer):
         none = {"labels": torch.full((1, 2), NO_LABEL)}  # the count is a collective, also for a rank without samples
         counted = [batch for step in steps for batch in step.counted(self.args.process_index)]
         if any("labels" not in batch for batch in counted):
-            raise ConfigError("odc cannot apply max_tokens to batches without labels: a loss is divided by their count")
+            refuse_setting("max_tokens to batches without labels", "a loss is divided by their count")
         return steps, self._get_num_items_in_batch(counted or [none], device)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:

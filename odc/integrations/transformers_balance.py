@@ -79,13 +79,8 @@ class PlannedSteps(Sampler[list[Any]]):
         drop_last: bool,
         split: int | None = None,
     ) -> None:
-        self._order, self._lengths, self._samples, self._max_tokens, self._cost = (
-            order,
-            lengths,
-            samples,
-            max_tokens,
-            cost,
-        )
+        self._order, self._lengths, self._samples = order, lengths, samples
+        self._max_tokens, self._cost = max_tokens, cost
         self._rank, self._world, self._seed, self._drop_last = rank, world, seed, drop_last
         self._epoch, self._node = epoch, split
         if not hasattr(order, "__len__"):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from odc.errors import ConfigError
+from odc.errors import ConfigError, refuse_together
 
 _STOCK = "transformers.trainer"
 _SFT = "trl.trainer.sft_trainer"
@@ -42,9 +42,7 @@ def refuse_unplanned(trainer: Any, max_tokens: int) -> None:
             "set loss_is_scaled_for_ga = True in its class if it is ranks x a sum over targets / num_items_in_batch",
         ),
     }
-    for what, (bad, instead) in wrong.items():
-        if bad:
-            raise ConfigError(f"odc cannot apply max_tokens={max_tokens} with {what}: {instead}")
+    refuse_together(f"max_tokens={max_tokens}", wrong)
 
 
 def _is_a_mean(trainer: Any) -> bool:

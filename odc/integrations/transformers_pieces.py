@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from odc.balance import Plan
-from odc.errors import ConfigError
+from odc.errors import ConfigError, refuse_together
 from odc.integrations.transformers_loss import has_own_loss, wants_router_loss
 from odc.split import SamplePiece
 from odc.split.cut import NO_LABEL
@@ -57,9 +57,7 @@ def refuse_unsplittable(trainer: Any) -> None:
             asks + "set output_router_logits=False, of SFTConfig router_aux_loss_coef=0.0",
         ),
     }
-    for what, (bad, instead) in wrong.items():
-        if bad:
-            raise ConfigError(f"odc cannot apply split=True with {what}: {instead}")
+    refuse_together("split=True", wrong)
     if dropouts := _dropouts(trainer.model):
         raise ConfigError(
             f"odc cannot apply split=True with dropout ({', '.join(dropouts)}): set it to 0, or leave split out; "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from odc.errors import ConfigError, OdcError, install
+from odc.errors import ConfigError, OdcError, install, refuse_together
 from odc.recovery import Recovery
 from odc.recovery.state import random_states, set_random_states
 
@@ -55,9 +55,7 @@ def refuse_unrepeatable(trainer: Any, max_tokens: int | None, split: bool) -> No
         "log_completions=True": (getattr(args, "log_completions", False), "leave it out"),
         "this transformers": (not all(hasattr(Trainer, name) for name in _LOOP), "use one from 5.10 on"),
     }
-    for what, (bad, instead) in wrong.items():
-        if bad:
-            raise ConfigError(f"odc cannot apply recovery with {what}: {instead}")
+    refuse_together("recovery", wrong)
 
 
 class _GoOn(Exception):

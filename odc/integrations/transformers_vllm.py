@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from odc.errors import ConfigError, OdcError
+from odc.errors import ConfigError, OdcError, refuse_setting
 from odc.fsdp import default_store, root_of
 from odc.handover import version, weight_handle
 from odc.net import Mailbox
@@ -55,7 +55,7 @@ def _refuse_other_backend(client: Any, device: Any = None) -> None:
 def serve_from_shards(trainer: Any) -> None:
     """Let the server of a Trainer whose model is sharded read its weights. ConfigError for adapters."""
     if hasattr(trainer.model, "peft_config"):
-        raise ConfigError("odc cannot apply use_vllm=True with an adapter: ranks publish it unmerged; leave it out")
+        refuse_setting("use_vllm=True with an adapter", "ranks publish it unmerged; leave it out")
     trainer.vllm_generation.sync_weights = ServerWeights(trainer.model, trainer.vllm_generation)
 
 

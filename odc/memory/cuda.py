@@ -161,12 +161,9 @@ class CudaHeap(NamedHeap):
     ) -> torch.Tensor:
         if name in self._words:
             return self._host.tensor(member, name, dtype, offset=offset, numel=numel)
-        base = self._base(member)
+        base = self.whole(member)
         first, count = self.layout.extent(name, dtype, offset, numel)
         return base[first : first + count * dtype.itemsize].view(dtype)
-
-    def whole(self, member: int) -> torch.Tensor:
-        return self._base(member)
 
     def parts(self) -> dict[str, torch.Tensor]:
         return {**super().parts(), _WORDS: self._host.whole(self.me)}
@@ -177,11 +174,7 @@ class CudaHeap(NamedHeap):
     def address(self, member: int, name: str) -> int:
         if name in self._words:
             return self._host.address(member, name)
-        return self._base(member).data_ptr() + self.layout.offset(name)
-
-    def base_addresses(self) -> torch.Tensor:
-        addresses = [self._base(member).data_ptr() for member in self._members]
-        return torch.tensor(addresses, dtype=torch.int64, device="cpu")
+        return self.whole(member).data_ptr() + self.layout.offset(name)
 
     def words(self, member: int, name: str) -> Words:
         if name not in self._words:
@@ -192,8 +185,8 @@ class CudaHeap(NamedHeap):
     def attached(self, member: int) -> bool:
         return self._host.attached(member) and self._bases[member] is not None
 
-    def _base(self, member: int) -> torch.Tensor:
-        """uint8 [nbytes]: the member's data, mapped at its first use."""
+    def whole(self, member: int) -> torch.Tensor:
+        """As of every heap; mapped at its first use."""
         if member not in self._members:
             where = " is on another host" if 0 <= member < len(self.ranks) else ""
             raise IndexError(f"{self._who()}: member {member} of {len(self.ranks)}{where}")

@@ -163,12 +163,6 @@ class SymmetricHeap(Protocol):
     def address(self, member: int, name: str) -> int:
         """Address of region `name` of `member` in this process, valid until `close`. Raises as `tensor` does."""
 
-    def base_addresses(self) -> torch.Tensor:
-        """int64 [len(ranks)]: where each member's memory on `device` starts in this process; attaches to all members.
-
-        A data region lies at base + `layout.offset(name)` in each of them. Raises as `tensor` does.
-        """
-
     def words(self, member: int, name: str) -> Words:
         """Region `name` (allocated with `words`) as 64-bit words, valid after `close`. Raises as `tensor` does."""
 

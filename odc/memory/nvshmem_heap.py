@@ -50,11 +50,6 @@ class NvshmemHeap(CudaHeap):
             )
         return self._library.view(address, local.numel())
 
-    def base_addresses(self) -> torch.Tensor:
-        """As in the protocol, by member, with 0 for those on other hosts."""
-        here = [self.whole(member).data_ptr() if member in self._members else 0 for member in range(len(self.ranks))]
-        return torch.tensor(here, dtype=torch.int64, device="cpu")
-
     def symmetric(self, make: Callable[[int, torch.Tensor], Any]) -> Any:
         """`make(local address, int32 [members] of PE numbers on the device)`: `odc.kernels.Symmetric` for launches."""
         local = self.whole(self.me)

@@ -164,10 +164,6 @@ class ShmHeap(NamedHeap):
     def address(self, member: int, name: str) -> int:
         return self._attach(member).address + self.layout.offset(name)
 
-    def base_addresses(self) -> torch.Tensor:
-        addresses = [self._attach(member).address for member in range(len(self.ranks))]
-        return torch.tensor(addresses, dtype=torch.int64, device="cpu")
-
     def words(self, member: int, name: str) -> Words:
         cache = self._words  # `close` replaces it
         found = cache.get((member, name))

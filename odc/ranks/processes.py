@@ -335,15 +335,6 @@ class RankProcesses:
             os.kill(pid, signal.SIGKILL)
         return now
 
-    def show_stacks(self) -> None:
-        """Makes every rank that has not answered write the stacks of its threads to its output."""
-        for outcome in self.outcomes:
-            if outcome.exit_code is None and not outcome.answered:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(outcome.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        self._note_exits()
-
     def close(self) -> None:
         """Kills what still lives and waits for its end."""
         for outcome in self.outcomes:

@@ -84,7 +84,7 @@ class GenerationGroup:
 
 
 def make_group(
-    store: Any, generations: Generations, device: torch.device | None = None, settings: Settings | None = None
+    store: Any, generations: Generations, device: torch.device | None, settings: Settings | None
 ) -> GenerationGroup:
     """Make the default process group of the generation that was entered, and wait until all its ranks are connected.
 

@@ -118,11 +118,9 @@ class Rendezvous:
     answer (5 s at least). No call of the store holds a thread up once the job was aborted.
     """
 
-    def __init__(
-        self, store: Any, identity: str, grid: RankGrid, timeout_s: float, events: RootEvents | None = None
-    ) -> None:
+    def __init__(self, store: Any, identity: str, grid: RankGrid, timeout_s: float, events: RootEvents) -> None:
         self._identity, self.grid, self.timeout_s = identity, grid, timeout_s
-        self._events = events or RootEvents()
+        self._events = events
         # Weak, or the store's watch would keep this object, and it the heap, alive in a cycle.
         me = weakref.ref(self)
         self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), grid.rank, watch=lambda: _look(me))

@@ -98,8 +98,8 @@ class MappedMember(ReadOnlyMember):
         board: int,
         reason: int,
         timeout_s: float,
-        device_bytes: int = 0,
-        device: torch.device | None = None,
+        device_bytes: int,
+        device: torch.device | None,
     ) -> None:
         self.rank, self._reason, self._on_device = rank, reason, device_bytes > 0
         self._data: torch.Tensor | None = None  # on the device, until it is closed

@@ -1,6 +1,5 @@
 """Simulated steps of every arm on machines that are not there."""
 
-from odc.arms import ARMS, Arm, arm_named
 from odc.simulate.cluster import Cluster
 from odc.simulate.events import simulate
 from odc.simulate.step import Step, StepResult
@@ -8,14 +7,11 @@ from odc.simulate.study import simulate_plan
 from odc.simulate.workload import Model, Unit, even_model
 
 __all__ = [
-    "ARMS",
-    "Arm",
     "Cluster",
     "Model",
     "Step",
     "StepResult",
     "Unit",
-    "arm_named",
     "even_model",
     "simulate",
     "simulate_plan",

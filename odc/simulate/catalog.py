@@ -24,16 +24,15 @@ class Machine:
     intra_latency: float = 3e-6  # seconds for each hop or transfer
     inter_latency: float = 10e-6
     call_seconds: float = 25e-6  # host time of each collective or transfer
-    about: str = ""  # source
 
 
 _FREE = math.inf
 MACHINES: dict[str, Machine] = {
-    "a100-free": Machine(312e12, _FREE, _FREE, 8, 0.0, 0.0, 0.0, "A100 with free links: compute and waiting only"),
-    "a100-roce": Machine(312e12, 300e9, 12.5e9, about="A100-80G, NVSwitch, 800 Gbps RoCE a node (the ODC paper's)"),
-    "a100": Machine(312e12, 300e9, 25e9, about="A100-80G, NVSwitch, 200 Gbps InfiniBand for each GPU"),
-    "h100": Machine(989e12, 450e9, 50e9, about="H100 SXM, NVSwitch, 400 Gbps for each GPU; H200 alike"),
-    "mi300x": Machine(1307e12, 336e9, 50e9, about="MI300X, 7 xGMI links of 48 GB/s, 400 Gbps for each GPU"),
+    "a100-free": Machine(312e12, _FREE, _FREE, 8, 0.0, 0.0, 0.0),  # A100 with free links: compute and waiting only
+    "a100-roce": Machine(312e12, 300e9, 12.5e9),  # A100-80G, NVSwitch, 800 Gbps RoCE a node (the ODC paper's)
+    "a100": Machine(312e12, 300e9, 25e9),  # A100-80G, NVSwitch, 200 Gbps InfiniBand for each GPU
+    "h100": Machine(989e12, 450e9, 50e9),  # H100 SXM, NVSwitch, 400 Gbps for each GPU; H200 alike
+    "mi300x": Machine(1307e12, 336e9, 50e9),  # MI300X, 7 xGMI links of 48 GB/s, 400 Gbps for each GPU
 }
 
 

@@ -30,7 +30,6 @@ class Cluster:
     inter_bandwidth: float = math.inf  # bytes/s of one rank to and from other nodes, each direction
     intra_latency: float = 0.0  # seconds before the first byte, per transfer or hop
     inter_latency: float = 0.0
-    accumulate_bandwidth: float = math.inf  # bytes/s at which one owner adds up pushed gradients, all sources together
     # "ring" (ranks - 1 hops of latency), "tree" (log2 of that), or "gloo": one ring over all ranks that knows no nodes,
     # in which a reduction moves what an all-reduce does
     collective: Algorithm = "ring"
@@ -51,7 +50,7 @@ class Cluster:
             raise ConfigError(f"ranks must be 1 or more, not {self.ranks!r}")
         if self.node < 1 or self.ranks % self.node:
             raise ConfigError(f"ranks_per_node ({self.ranks_per_node!r}) must divide ranks ({self.ranks})")
-        for name in ("intra_bandwidth", "inter_bandwidth", "accumulate_bandwidth"):
+        for name in ("intra_bandwidth", "inter_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0 bytes/s, not {getattr(self, name)!r}")
         for name in ("intra_latency", "inter_latency", "call_seconds", "jitter"):
@@ -87,14 +86,12 @@ class Cluster:
         """Factor on compute time by rank."""
         return [float(self.slow.get(rank, 1.0)) for rank in range(self.ranks)]
 
-    def transfer_seconds(self, nbytes: float, shards: int, *, push: bool = False) -> float:
+    def transfer_seconds(self, nbytes: float, shards: int) -> float:
         """One unit of `nbytes` fetched from (or pushed to) its `shards` owners, over both links at the same time."""
         near, far = self._near_and_far(nbytes, shards)
         if near + far == 0:
             return 0.0
-        seconds = max(self.latency(shards) + max(near / self.intra_bandwidth, far / self.inter_bandwidth), 0.0)
-        if push:
-            seconds = max(seconds, nbytes / self.accumulate_bandwidth)
+        seconds = self.latency(shards) + max(near / self.intra_bandwidth, far / self.inter_bandwidth)
         return self.call_seconds + seconds
 
     def owner_seconds(self, nbytes: float, shards: int) -> tuple[float, float]:
@@ -117,11 +114,10 @@ class Cluster:
         asked = self.call_seconds + 2 * self.inter_latency  # there and back
         return asked + nbytes * (self.nodes - 1) / self.nodes / (self.inter_bandwidth * self.node)
 
-    def memory_seconds(self, nbytes: float, shards: int, *, push: bool = False) -> float:
+    def memory_seconds(self, nbytes: float, shards: int) -> float:
         """One unit of `nbytes` between a rank and the memory of its node, where all of it lies or is added."""
         others = nbytes * (shards - 1) / shards
-        seconds = self.intra_latency + others / self.intra_bandwidth
-        return self.call_seconds + (max(seconds, nbytes / self.accumulate_bandwidth) if push else seconds)
+        return self.call_seconds + (self.intra_latency + others / self.intra_bandwidth)
 
     def gather_seconds(self, nbytes: float, shards: int, *, reduces: bool = False) -> float:
         """All-gather of `nbytes` in all, or a reduce-scatter, over `shards` ranks, once all have arrived."""

@@ -30,7 +30,7 @@ class EventState(NamedTuple):
     members: Any  # ranks of group after group, then of gang after gang
     first_member: Any  # [group or gang]
     link_free: Any  # [group]: when its last collective is over
-    owner_free: Any  # [a use's last five durations][node, all or group]: when that of the fullest owner is free
+    owner_free: Any  # [a use's last four durations][node, or all]: when that of the fullest owner is free
     cached_at: Any  # [node][unit]: when it is in the node's cache; below 0: not asked for yet
     node_free: Any  # [node]: when its link to other nodes is free
 
@@ -92,7 +92,6 @@ USE = {
     "far_fetch_seconds": float,
     "near_push_seconds": float,
     "far_push_seconds": float,
-    "add_seconds": float,  # of the fullest owner's additions
 }
 #: ... and a transfer that begins once all members have called it.
 JOINT = {
@@ -332,7 +331,6 @@ def send(s: EventState, direction: int, rank: int, now: float, k: int) -> tuple[
         served = max(
             queue(s.owner_free[2], node, now, use.near_push_seconds),
             queue(s.owner_free[3], 0, now, use.far_push_seconds),
-            queue(s.owner_free[4], rank // step.shards, now, use.add_seconds),
         )
         done = max(done, served + step.latency)
     return done, done - began

@@ -122,7 +122,7 @@ def _state(step: Step) -> EventState:
         members=np.array([*range(ranks), *(rank for gang in gangs for rank in gang.ranks)]),
         first_member=np.array(list(accumulate(sizes, initial=0))),
         link_free=np.zeros(groups),
-        owner_free=np.zeros((5, ranks)),
+        owner_free=np.zeros((4, ranks)),
         cached_at=np.full((cluster.nodes, len(step.model.units)), -1.0),
         node_free=np.zeros(cluster.nodes),
     )
@@ -137,7 +137,7 @@ def _uses(step: Step, uses: list[Use]) -> NDArray[Any]:
         if not nbytes:
             return -1.0
         if step.transport in ("on demand", "dynamic"):
-            return cluster.transfer_seconds(nbytes, shards, push=push)
+            return cluster.transfer_seconds(nbytes, shards)
         return cluster.gather_seconds(nbytes, shards, reduces=push)
 
     owned = [
@@ -155,15 +155,12 @@ def _uses(step: Step, uses: list[Use]) -> NDArray[Any]:
         fetch_seconds=[moved(nbytes, False) for nbytes in fetched],
         push_seconds=[moved(nbytes, True) for nbytes in pushed],
         memory_fetch_seconds=[cluster.memory_seconds(nbytes, shards) for nbytes in fetched],
-        memory_push_seconds=[cluster.memory_seconds(nbytes, shards, push=True) for nbytes in pushed],
+        memory_push_seconds=[cluster.memory_seconds(nbytes, shards) for nbytes in pushed],
         read_seconds=[cluster.read_seconds(nbytes * cluster.changed) for nbytes in fetched],
         near_fetch_seconds=near_fetch,
         far_fetch_seconds=far_fetch,
         near_push_seconds=near_push,
         far_push_seconds=far_push,
-        add_seconds=[
-            nbytes * min(1.0, cluster.owner_skew / shards) / cluster.accumulate_bandwidth for nbytes in pushed
-        ],
     )
 
 

@@ -24,7 +24,6 @@ class Lognormal:
     mean: float  # tokens
     longest: int  # tokens
     sigma: float  # of the logarithm
-    about: str = ""  # where mean and longest are from, and what is assumed
 
     def draw(self, count: int, generator: np.random.Generator, longest: int | None = None) -> NDArray[np.int64]:
         """`count` lengths of at least 16 tokens, cut at `longest`."""
@@ -67,13 +66,11 @@ Lengths = Lognormal | LengthSample
 
 #: Mean and longest are published; the widths are assumptions, and so are the longest of AIME and GRPO.
 NAMED: dict[str, Lognormal] = {
-    "longalign": Lognormal(16_500, 65_536, 0.8, "LongAlign-like: mean 16.5K and cut at 64K as in the ODC paper"),
-    "swe-smith": Lognormal(34_700, 131_072, 0.7, "SWE-Smith-like: mean 34.7K as in the ODC paper, cut at 128K"),
-    "swe-smith-32k": Lognormal(25_700, 32_768, 0.7, "SWE-Smith-like, cut at 32K"),
-    "aime": Lognormal(
-        9_000, 32_768, 0.6, "AIME answers in GRPO: mean 9K as reviews of the ODC paper quote, cut at 32K"
-    ),
-    "grpo": Lognormal(2_100, 8_192, 1.0, "answers in GRPO to mixed questions: mean 2.1K, cut at 8K"),
+    "longalign": Lognormal(16_500, 65_536, 0.8),  # LongAlign-like: mean 16.5K and cut at 64K as in the ODC paper
+    "swe-smith": Lognormal(34_700, 131_072, 0.7),  # SWE-Smith-like: mean 34.7K as in the ODC paper, cut at 128K
+    "swe-smith-32k": Lognormal(25_700, 32_768, 0.7),  # SWE-Smith-like, cut at 32K
+    "aime": Lognormal(9_000, 32_768, 0.6),  # answers in GRPO: mean 9K as reviews of the ODC paper quote, cut at 32K
+    "grpo": Lognormal(2_100, 8_192, 1.0),  # answers in GRPO to mixed questions: mean 2.1K, cut at 8K
 }
 
 

@@ -97,8 +97,6 @@ class Scenario:
             raise ConfigError(f"efficiency is a share of peak FLOPs, above 0 and at most 1, not {self.efficiency!r}")
         if self.link_gbit is not None and (not 0 < self.link_gbit < math.inf or self.inter_bandwidth is not None):
             raise ConfigError(f"link_gbit must be above 0, and without inter_bandwidth, not {self.link_gbit!r}")
-        if self.collective not in get_args(Algorithm):
-            raise ConfigError(f"collective must be one of {', '.join(get_args(Algorithm))}, not {self.collective!r}")
         object.__setattr__(self, "arms", _names(self.arms))
         object.__setattr__(self, "slow", _factors(self.slow))
         for name in self.arms:

@@ -91,16 +91,14 @@ class Gang:
     exchange_seconds: float = 0.0  # of the keys and values of one unit, once all have come; again for their gradients
 
 
-def even_model(
-    layers: int, nbytes: float, *, root_bytes: float = 0.0, checkpointing: bool = False, unit_seconds: float = 0.0
-) -> Model:
+def even_model(layers: int, nbytes: float, *, root_bytes: float = 0.0, checkpointing: bool = False) -> Model:
     """`layers` equal units, `nbytes` of parameters and of gradients in all, after a root that stays gathered.
 
     The root (embedding and head) takes no compute here: the cost model counts it with the layers.
     """
     layer = Unit(nbytes / layers, nbytes / layers, 1.0 / layers)
     root = (Unit(root_bytes, root_bytes, 0.0, kept=True),) if root_bytes else ()
-    return Model((*root, *(layer,) * layers), forward=1 / 4 if checkpointing else 1 / 3, unit_seconds=unit_seconds)
+    return Model((*root, *(layer,) * layers), forward=1 / 4 if checkpointing else 1 / 3)
 
 
 def checked_seconds(seconds: Sequence[Sequence[float]], ranks: int) -> list[list[float]]:

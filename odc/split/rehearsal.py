@@ -8,8 +8,6 @@ so that nothing hides behind one that is still 0.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -88,9 +86,12 @@ class _Check:
         self._drew = False  # the model draws random numbers in its forward
 
     def run(self) -> int:
-        """See `rehearse`."""
-        with self._buffers_set_aside():
+        """See `rehearse`. The model runs with copies of its buffers, which it may write to."""
+        try:
             return self._run()
+        finally:
+            for module, name, buffer in self._buffers:
+                setattr(module, name, buffer)
 
     def _run(self) -> int:
         whole = WholeStage(Cut(zigzag(TOKENS, _PIECES)), self._device)
@@ -164,15 +165,6 @@ class _Check:
         with self._weights:
             found = torch.autograd.grad(edges[0], edges[1], grads, allow_unused=True)
         return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, found, strict=True)]
-
-    @contextlib.contextmanager
-    def _buffers_set_aside(self) -> Iterator[None]:
-        """Inside, the model runs with copies of its buffers, which it may write to."""
-        try:
-            yield
-        finally:
-            for module, name, buffer in self._buffers:
-                setattr(module, name, buffer)
 
     def _copy_buffers(self) -> None:
         copies = {buffer: buffer.detach().clone() for _, _, buffer in self._buffers}

@@ -33,6 +33,7 @@ class Recorder:
     others. Without `enabled`, `add` returns at once; the marks still keep `epoch` and `microbatch_index` up to date.
 
     Attributes:
+        rank: global rank of the process.
         newest: number of the last minibatch that has ended; -1 before the first.
         before: minibatches that were done before the sharded roots of this process were built; 0 without recoveries.
     """
@@ -59,9 +60,6 @@ class Recorder:
             total = self._appended() - self._reads
             self._reads += 1
         return max(0, total - len(self._spans))
-
-    def set_rank(self, rank: int) -> None:
-        self.rank = rank
 
     def time_by(self, clock: DeviceClock | None) -> None:
         """Time the main lane by a device from now on, or by the host again. Call it between two steps."""

@@ -22,7 +22,7 @@ from odc.dispatch.exchange.checked_group import CheckedGroup
 from odc.dispatch.loader import PlannedLoader
 from odc.dispatch.orchestrator import Orchestrator, channels
 from odc.dispatch.route import Route
-from odc.errors import HeapMemoryError, PeerLostError, PlanError, UnsupportedError, WaitTimeoutError
+from odc.errors import HeapMemoryError, PeerLostError, PlanError, WaitTimeoutError
 from odc.fsdp import default_store
 from odc.net import JobStore
 
@@ -161,13 +161,6 @@ def test_gradients_go_back(ranks: Any, kind: str) -> None:
     ranks(2).run(back_and_forth, kind)
 
 
-def test_collectives_are_refused_over_ranks_that_do_not_rise() -> None:
-    """Torch would sort them, and rows would land at other instances than planned."""
-    store: Any = dist.HashStore()  # type: ignore[attr-defined]
-    with pytest.raises(UnsupportedError, match=r"over ranks \(2, 0, 1\), which do not rise"):
-        CheckedGroup(store, "data", (2, 0, 1), "gloo", 60.0)
-
-
 @pytest.fixture
 def group_over_a_silent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CheckedGroup, SilentStore]]:
     """Rank 0's part of a group of three ranks, whose store falls silent when the test asks for it."""
@@ -176,7 +169,7 @@ def group_over_a_silent_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple
     for name in ("STORE_LEAST_S", "STORE_ENDING_S"):
         monkeypatch.setattr(checked_group, name, 3.0)
     store = SilentStore(silent=False)
-    yield CheckedGroup(store, "data", (0, 1, 2), "gloo", 3.0), store
+    yield CheckedGroup(store, "data", "gloo", 3.0), store
     store.silent = False
 
 
@@ -215,8 +208,8 @@ def test_a_collective_that_fails_asks_a_silent_store_once(
 @pytest.mark.parametrize("waits", ["a collective", "per_host"])
 def test_a_loss_ends_the_wait_of_an_exchange_for_a_silent_store(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
     """As where the host of the store is cut off: this rank knows that before any call of the store ends."""
-    values = {"get_rank": 0, "get_world_size": 2, "new_group": None, "get_process_group_ranks": [0, 1]}
-    for name, value in {**values, "get_backend": "gloo"}.items():
+    values = {"get_rank": 0, "get_world_size": 2, "new_group": None, "get_backend": "gloo"}
+    for name, value in values.items():
         monkeypatch.setattr(dist, name, lambda *given, found=value, **options: found)
     ended = pytest.raises(PeerLostError, match="rank 0, .*: the job was aborted by rank 1: rank 1 died")
     with silent_once_a_rank_is_lost() as store, ended:

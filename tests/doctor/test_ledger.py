@@ -54,7 +54,7 @@ def test_a_real_job_reserves_what_the_ledger_says(rank: int, world: int, setting
     model(input_ids=torch.arange(9)[None]).logits.float().sum().backward()
     optimizer.step()
     layout = root_of(model).layout
-    found = regions_of(shapes, blocks_of(shapes), world, 1, settings, torch.bfloat16, on_device=False)
+    found = regions_of(shapes, blocks_of(shapes), world, 1, settings, on_device=False)
     assert sorted(map(_size, found.requests())) == sorted(map(_size, layout.requests()))
     assert found.ring == layout.ring
     reserved = layout.heap.bytes_by_name()
@@ -101,7 +101,7 @@ def test_staging_is_bounded_however_many_ranks_share_a_host(ranks: int) -> None:
 def test_over_hosts_the_regions_are_those_of_a_mesh_over_hosts() -> None:
     pytest.importorskip("transformers")
     model = model_of(TINY)
-    found = regions_of(model, blocks_of(model), 8, 4, Settings(), torch.bfloat16, on_device=True)
+    found = regions_of(model, blocks_of(model), 8, 4, Settings(), on_device=True)
     grid = RankGrid(tuple(range(8)), 8, 0, (0, 0, 1, 1, 2, 2, 3, 3))
     assert found.requests() == Regions(grid, found.units, Settings(), True).requests()
     assert {"cache", "sums"} <= found.ledger().keys()
@@ -112,7 +112,7 @@ def test_int8_sums_are_those_of_the_projections(tied: bool) -> None:
     pytest.importorskip("transformers")
     model = model_of(TINY | {"tie_word_embeddings": tied})
     settings = Settings(sums_dtype="int8")
-    found = regions_of(model, blocks_of(model), 4, 2, settings, torch.bfloat16, on_device=False)
+    found = regions_of(model, blocks_of(model), 4, 2, settings, on_device=False)
     coarse = {
         spec.name.removesuffix(".weight").rpartition(".")[2]
         for unit in found.units
@@ -120,7 +120,7 @@ def test_int8_sums_are_those_of_the_projections(tied: bool) -> None:
         if spec.coarse
     }
     assert coarse == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-    plain = regions_of(model, blocks_of(model), 4, 2, Settings(), torch.bfloat16, on_device=False)
+    plain = regions_of(model, blocks_of(model), 4, 2, Settings(), on_device=False)
     assert not any(spec.coarse for unit in plain.units for spec in unit.params)
     sums = [one.ledger()["sums"] for one in (plain, found)]
     assert 1.25 < sums[1] / sums[0] < 1.4, "8 bytes an element, and 10.1 to 12"

@@ -76,8 +76,7 @@ def reaches_peers_without_pointers(rank: int, world: int, identity: str, port: i
             found = own[: 4 * ELEMENTS].view(torch.float32)
             assert torch.equal(found, values_of(source, device) * i), f"put {i} from rank {source}"
             meet()
-        bases = heap.base_addresses()
-        assert int(bases[rank]) == own.data_ptr() - start, "the own memory has its address"
+        assert heap.whole(rank).data_ptr() == own.data_ptr() - start, "the own memory has its address"
         meet()
         heap.close()
         end_nvshmem(failed=False)

@@ -48,7 +48,7 @@ def test_resident_ranks_wait_before_their_first_and_after_their_last_microbatch(
 
 
 def test_dummies_fill_up_counts_under_collectives_only() -> None:
-    model = even_model(2, 8.0, unit_seconds=0.5)
+    model = replace(even_model(2, 8.0), unit_seconds=0.5)
     step = Step(Cluster(2), model, [[4.0, 4.0], [4.0]], "collectives")
     assert simulate(step).microbatches == (2, 2)
     assert simulate(step).busy[1] == pytest.approx(4.0 + 2 * 4 * 0.5)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.extent import up_to
 
+from odc.arms import ARMS
 from odc.balance import Plan, SplitSample, compiled, lb_mini, lower_bound, quadratic
-from odc.simulate import ARMS, Cluster, Model, Step, Unit, even_model, event_loops, simulate, simulate_plan
+from odc.simulate import Cluster, Model, Step, Unit, even_model, event_loops, simulate, simulate_plan
 from odc.simulate.workload import Gang
 
 TRANSPORTS = ("collectives", "resident", "on demand", "dynamic")
@@ -35,7 +36,6 @@ def clusters(draw: st.DrawFn, *, free: bool = False) -> Cluster:
         inter_bandwidth=draw(_positive),
         intra_latency=draw(_short),
         inter_latency=draw(_short),
-        accumulate_bandwidth=draw(_positive),
         call_seconds=draw(_short),
         collective=draw(st.sampled_from(["ring", "tree", "gloo"])),
         reductions_in_flight=draw(_in_flight),

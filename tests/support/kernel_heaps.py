@@ -68,7 +68,8 @@ def shared(name: str, rank: int, world: int, nbytes: int) -> Iterator[Shared]:
         heap.allocate("region", nbytes)
         heap.allocate("words", 8 * WORDS)
         heap.seal()
-        yield Shared(heap, heap.base_addresses().to(heap.device) + heap.layout.offset("region"))
+        addresses = [heap.address(member, "region") for member in range(world)]
+        yield Shared(heap, torch.tensor(addresses, dtype=torch.int64, device=heap.device))
         dist.barrier()
 
 

@@ -103,7 +103,8 @@ class HeapGroup:
     def attach(self) -> None:
         """Map every heap in every member."""
         for layout in self.layouts:
-            layout.heap.base_addresses()
+            for member in layout.grid.members:
+                layout.heap.whole(member)
 
     def attach_local(self) -> None:
         """Map every heap in every member of its host."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -131,7 +133,10 @@ class RankProcesses(processes.RankProcesses):
 
     def fail(self, why: str) -> None:
         """Show where every living rank is, kill all, raise `RanksFailed`."""
-        self.show_stacks()
+        for one in self._silent():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGUSR1)  # it writes the stacks of its threads to its output
+        time.sleep(0.5)
         with contextlib.suppress(AssertionError):  # one that is stopped shows nothing
             until(self._stacks_shown, "the stacks of ranks", 20.0)
         self._read_outputs()
@@ -144,8 +149,10 @@ class RankProcesses(processes.RankProcesses):
     def _stacks_shown(self) -> bool:
         self._note_exits()
         self._read_outputs()
-        asked = [one for one in self.outcomes if one.exit_code is None and not one.answered]
-        return all("most recent call first" in one.output for one in asked)
+        return all("most recent call first" in one.output for one in self._silent())
+
+    def _silent(self) -> list[RankOutcome]:
+        return [one for one in self.outcomes if one.exit_code is None and not one.answered]
 
     def close(self) -> None:
         """Kill what still lives, wait for its end, close the files."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from odc.deadlines import STORE_ENDING_S, STORE_LEAST_S
 from odc.dispatch.rearrangement import Ints
-from odc.errors import OdcError, PlanError, UnsupportedError, WaitTimeoutError
+from odc.errors import OdcError, PlanError, WaitTimeoutError
 from odc.net import JobStore
 from odc.runtime import refuse_losses
 
@@ -25,31 +25,20 @@ T = TypeVar("T")
 
 
 class CheckedGroup:
-    """A process group that counts its collectives, used by one thread at a time. These global ranks make it together.
+    """A process group of all ranks that counts its collectives, used by one thread at a time. All ranks make it
+    together.
 
     The name is the same on every rank and unlike that of any other group. `timeout_s` holds for every collective, and
-    for the store's answers (5 s at least): every method raises as a JobStore does. UnsupportedError if the ranks do not
-    rise: those of its group do.
+    for the store's answers (5 s at least): every method raises as a JobStore does.
     """
 
-    def __init__(self, store: Any, name: str, ranks: tuple[int, ...], backend: str, timeout_s: float) -> None:
-        if list(ranks) != sorted(ranks):
-            raise UnsupportedError(f"an exchange of {name!r} by collectives over ranks {ranks}, which do not rise")
-        self._name, self.ranks, self._timeout_s = name, ranks, timeout_s
-        rank = dist.get_rank()
-        watch = functools.partial(refuse_losses, f"rank {rank}, asking the job's store in an exchange by collectives")
-        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), rank, watch=watch)
-        self.me = ranks.index(rank)
-        self._number = 0
-        # torch names a locally synchronized group by its ranks alone and connects under that name: one that was
-        # destroyed leaves stale addresses to the next, so groups of some ranks are kept to the end.
-        self._whole = ranks == tuple(range(dist.get_world_size()))
-        self.group = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            use_local_synchronization=not self._whole,
-        )
+    def __init__(self, store: Any, name: str, backend: str, timeout_s: float) -> None:
+        self._name, self._timeout_s, self._number = name, timeout_s, 0
+        self.rank, self.ranks = dist.get_rank(), tuple(range(dist.get_world_size()))
+        doing = f"rank {self.rank}, asking the job's store in an exchange by collectives"
+        watch = functools.partial(refuse_losses, doing)
+        self._store = JobStore(store, max(timeout_s, STORE_LEAST_S), self.rank, watch=watch)
+        self.group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend=backend)
 
     def run(self, what: str, collective: Callable[[], T]) -> T:
         """Call a collective of this group; `what` it does, for messages.
@@ -57,7 +46,7 @@ class CheckedGroup:
         Raises WaitTimeoutError if it failed or ran late, naming the ranks that have not come to it.
         """
         self._number += 1
-        self._store.set(self._key(self.me), str(self._number))
+        self._store.set(self._key(self.rank), str(self._number))
         try:
             return collective()
         except OdcError:
@@ -65,7 +54,7 @@ class CheckedGroup:
         except RuntimeError as error:
             late, missing = self._missing()
             raise WaitTimeoutError(
-                f"rank {self.ranks[self.me]}, {what}: {missing} within {self._timeout_s:g} s, or the connection broke "
+                f"rank {self.rank}, {what}: {missing} within {self._timeout_s:g} s, or the connection broke "
                 f"({str(error).splitlines()[0][:200]})",
                 culprit=late[0] if late else None,
             ) from error
@@ -77,51 +66,47 @@ class CheckedGroup:
         """
         head = torch.tensor([int(bool(refusal)), *values], dtype=torch.int64, device="cpu")
         if refusal:
-            self._store.set(f"{self._key(self.me)}/refusal", refusal)
-        heads = [torch.empty_like(head) for _ in self.ranks]
-        self.run(what, lambda: dist.all_gather(heads, head, group=self.group))
-        brought = [tuple(values) for values in torch.stack(heads).tolist()]
-        refused = [i for i, (flag, *_) in enumerate(brought) if flag]
+            self._store.set(f"{self._key(self.rank)}/refusal", refusal)
+        brought = [tuple(values.tolist()) for values in self._gathered(what, head)]
+        refused = [rank for rank, (flag, *_) in enumerate(brought) if flag]
         if refused:
-            why = [self._store.get(f"{self._key(i)}/refusal").decode() for i in refused]
-            raise PlanError(
-                f"rank {self.ranks[self.me]}, {what}: the step is refused: {'; '.join(why)}",
-                culprit=self.ranks[refused[0]],
-            )
-        require_same_plan(brought, self.ranks, self.me, what)
+            why = [self._store.get(f"{self._key(rank)}/refusal").decode() for rank in refused]
+            raise PlanError(f"rank {self.rank}, {what}: the step is refused: {'; '.join(why)}", culprit=refused[0])
+        require_same_plan(brought, self.ranks, self.rank, what)
 
     def gather(self, what: str, values: Ints) -> list[Ints]:
         """The int64 arrays [any length] of all ranks."""
-        sizes = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in self.ranks]
-        mine = torch.tensor([len(values)], device="cpu")
-        self.run(what, lambda: dist.all_gather(sizes, mine, group=self.group))
-        counts = [int(size) for size in sizes]
+        counts = [int(size) for size in self._gathered(what, torch.tensor([len(values)], device="cpu"))]
         own = torch.zeros(max(counts), dtype=torch.int64, device="cpu")
         own[: len(values)] = torch.from_numpy(np.array(values, np.int64))
-        found = [torch.empty_like(own) for _ in self.ranks]
-        self.run(what, lambda: dist.all_gather(found, own, group=self.group))
-        return [array.numpy()[:count] for array, count in zip(found, counts, strict=True)]
+        return [found.numpy()[:count] for found, count in zip(self._gathered(what, own), counts, strict=True)]
+
+    def _gathered(self, what: str, mine: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, alike in shape and dtype."""
+        found = [torch.empty_like(mine) for _ in self.ranks]
+        self.run(what, lambda: dist.all_gather(found, mine, group=self.group))
+        return found
 
     def close(self) -> None:
         """Give the group back; idempotent."""
         group, self.group = self.group, None
-        if group is not None and self._whole and dist.is_initialized():
+        if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _missing(self) -> tuple[list[int], str]:
         """The ranks that are known not to have come to the collective, and what is known of them for a message."""
         store, late = self._store.within(STORE_ENDING_S), list[int]()
         try:
-            for instance, rank in enumerate(self.ranks):
-                if int(store.find(self._key(instance)) or 0) < self._number:
+            for rank in self.ranks:
+                if int(store.find(self._key(rank)) or 0) < self._number:
                     late.append(rank)
         except OdcError:  # the store went with its host, or does not answer
             if not late:
                 return [], "some rank, which the job's store does not name, did not come"
         return late, f"rank {', '.join(map(str, late))} did not come" if late else "every rank came"
 
-    def _key(self, instance: int) -> str:
-        return f"odc/group/{self._name}/{self.ranks[instance]}"
+    def _key(self, rank: int) -> str:
+        return f"odc/group/{self._name}/{rank}"
 
 
 def require_same_plan(brought: list[tuple[int, ...]], ranks: tuple[int, ...], me: int, what: str) -> None:

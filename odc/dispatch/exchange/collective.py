@@ -26,34 +26,23 @@ from odc.runtime import locate, refuse_losses
 class CollectiveExchange:
     """An `Exchange` by collectives of torch.distributed (gloo, NCCL); see there for the methods.
 
-    All ranks of the group (None: of the job) construct it together, under a name unlike that of any other exchange of
-    these ranks. It makes process groups for data, heads and planning, so planning may run on another thread.
-    UnsupportedError if the group's ranks do not rise.
+    All ranks of the job construct it together, under a name unlike that of any other exchange. It makes process groups
+    for data, heads and planning, so planning may run on another thread.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        *,
-        group: dist.ProcessGroup | None = None,
-        timeout_s: float = 600.0,
-        name: str = "dispatch",
-    ) -> None:
-        self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        self.me = self.ranks.index(dist.get_rank())
+    def __init__(self, store: Any, *, timeout_s: float = 600.0, name: str = "dispatch") -> None:
+        self.ranks, self.me = tuple(range(dist.get_world_size())), dist.get_rank()
         self._store, self._timeout_s = store, timeout_s
         self.moved: dict[str, int] = Counter()
         self.buffer_bytes = 0
-        backend = dist.get_backend(group)
-        self._data = CheckedGroup(store, f"{name}/data", self.ranks, backend, timeout_s)
-        self._heads = CheckedGroup(store, f"{name}/heads", self.ranks, "gloo", timeout_s)
-        self._planning = CheckedGroup(store, f"{name}/planning", self.ranks, "gloo", timeout_s)
+        self._data = CheckedGroup(store, f"{name}/data", dist.get_backend(), timeout_s)
+        self._heads = CheckedGroup(store, f"{name}/heads", "gloo", timeout_s)
+        self._planning = CheckedGroup(store, f"{name}/planning", "gloo", timeout_s)
 
     @property
     def per_host(self) -> int:
-        rank = self.ranks[self.me]
-        watch = functools.partial(refuse_losses, f"rank {rank}, looking for the ranks of its host")
-        announce_process(job := JobStore(self._store, self._timeout_s, rank, watch=watch), rank)
+        watch = functools.partial(refuse_losses, f"rank {self.me}, looking for the ranks of its host")
+        announce_process(job := JobStore(self._store, self._timeout_s, self.me, watch=watch), self.me)
         return instances_of_host(locate(job, RankGrid(self.ranks, len(self.ranks), self.me)))
 
     def gather(self, step: int, channel: str, values: Ints) -> list[Ints]:
@@ -63,7 +52,7 @@ class CollectiveExchange:
     def move(
         self, step: int, channel: str, route: Route, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        who, what = f"rank {self.ranks[self.me]}", f"moving {channel} of step {step}"
+        who, what = f"rank {self.me}", f"moving {channel} of step {step}"
         kinds: dict[str, Kind] = {}
         refusal, mark = "", 0
         try:

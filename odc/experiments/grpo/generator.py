@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from odc.errors import ConfigError
 from odc.experiments.config import GrpoConfig
@@ -71,7 +72,7 @@ class Generator:
     @torch.no_grad()
     def respond(self, prompts: Sequence[Sequence[int]], step: int) -> list[Response]:
         rows = [list(prompt) for prompt in prompts for _ in range(self.config.group)]
-        ids, mask = left_padded(rows)
+        ids, mask = _padded(rows, "left")
         torch.manual_seed(int(np.random.SeedSequence([self.config.seed, step]).generate_state(1)[0]))
         drawn = drawn_lengths(self.config, len(rows), step)
         made: Any = self.model.generate(
@@ -111,8 +112,8 @@ class ReferenceModel:
     @torch.no_grad()
     def score(self, prompts: Sequence[list[int]], responses: Sequence[list[int]]) -> list[list[float]]:
         """Log-probabilities of the tokens of each response to the prompt of its number."""
-        ids, mask = left_padded(prompts)
-        tokens, attended = _right_padded(responses)
+        ids, mask = _padded(prompts, "left")
+        tokens, attended = _padded(responses, "right")
         whole, mask = torch.cat([ids, tokens], 1), torch.cat([mask, attended], 1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         logits = self._model(input_ids=whole, attention_mask=mask, position_ids=positions).logits
@@ -130,17 +131,8 @@ def drawn_lengths(config: GrpoConfig, count: int, step: int) -> list[int] | None
     return [int(length) for length in np.clip(draw * _MEDIAN_SHARE * longest, 1, longest)]
 
 
-def left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """int64 ids and mask [rows, longest]."""
-    longest = max(len(row) for row in rows)
-    ids = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
-
-
-def _right_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """int64 ids and mask [rows, longest]."""
-    longest = max(len(row) for row in rows)
-    ids = torch.tensor([list(row) + [0] * (longest - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
-    return ids, mask
+def _padded(rows: Sequence[Sequence[int]], side: Literal["left", "right"]) -> tuple[Tensor, Tensor]:
+    """int64 ids and mask [rows, longest], with zeros on this side of the shorter rows."""
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    return pad_sequence(ids, True, padding_side=side), pad_sequence(mask, True, padding_side=side)

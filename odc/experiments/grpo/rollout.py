@@ -119,7 +119,7 @@ class SampleFeed:
     """
 
     def __init__(
-        self, config: GrpoConfig, task: Task, model: Any, held: dict[str, Any] | None = None, newest: int | None = None
+        self, config: GrpoConfig, task: Task, model: Any, held: dict[str, Any] | None, newest: int | None
     ) -> None:
         self._config, self._task, self._model = config, task, model
         self._held = (held["version"], [Sample(**fields) for fields in held["samples"]]) if held is not None else None

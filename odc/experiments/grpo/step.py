@@ -272,16 +272,12 @@ class GrpoTrainer(Trainer):
 _VERL = "/verl"  # after an arm's name: with verl's equal counts instead of the arm's own planner
 
 
-def _like_verl(arm: str) -> str:
-    return f"{arm}{_VERL}"
-
-
 class GrpoWorkload(Workload[GrpoConfig]):
     """A job of `odc grpo`. `task` must pickle; None is the toy task."""
 
     schema = "odc-grpo-1"
     default_arms = tuple(arm for arm in get_args(GrpoArm) if not arm_named(arm).splits)
-    arms = (*get_args(GrpoArm), *map(_like_verl, default_arms))
+    arms = (*get_args(GrpoArm), *(f"{arm}{_VERL}" for arm in default_arms))
     shown = False  # the trainer prints a line a step
 
     def __init__(self, config: GrpoConfig, task: Task | None = None) -> None:

@@ -65,21 +65,8 @@ def phase_times(spans_by_rank: Mapping[int, Sequence[Span]], epoch: int) -> dict
     return times
 
 
-def figures(runs: Sequence[ArmRun], skip: int, seconds: Sequence[float]) -> dict[str, Any]:
-    """An arm's figures; `ArmRun.parts` has the `phase_times` of each counted step."""
-    steps = runs[0].results[0].steps[skip:]
-    results: list[Any] = [result for run in runs for result in run.results]
-    return {
-        "tokens_per_s": sum(step.tokens for step in steps) / sum(seconds),
-        "useful_flops_per_s": sum(step.flops for step in steps) / sum(seconds),
-        "phases": {phase: _phase(runs, skip, phase) for phase in PHASES},
-        "plan_s": median(step.plan_s for result in results for step in result.steps),
-        "waited_s": median(step.waited_s for result in results for step in result.steps[skip:]),
-        "exchange_bytes": max(result.exchange_bytes for result in results),
-    }
-
-
 def _phase(runs: Sequence[ArmRun], skip: int, phase: Phase) -> dict[str, Any]:
+    """An arm's figures of a phase; `ArmRun.parts` has the `phase_times` of each counted step."""
     steps = len(runs[0].parts)
 
     def over(figure: Callable[[PhaseTime], float]) -> dict[str, float]:
@@ -194,7 +181,16 @@ class MultimodalWorkload(Workload[MultimodalConfig]):
         return [phase_times(spans_by_rank, step.epoch) for step in measured.steps]
 
     def figures(self, runs: Sequence[ArmRun], skip: int, seconds: Sequence[float]) -> dict[str, Any]:
-        return figures(runs, skip, seconds)
+        steps = runs[0].results[0].steps[skip:]
+        results: list[Any] = [result for run in runs for result in run.results]
+        return {
+            "tokens_per_s": sum(step.tokens for step in steps) / sum(seconds),
+            "useful_flops_per_s": sum(step.flops for step in steps) / sum(seconds),
+            "phases": {phase: _phase(runs, skip, phase) for phase in PHASES},
+            "plan_s": median(step.plan_s for result in results for step in result.steps),
+            "waited_s": median(step.waited_s for result in results for step in result.steps[skip:]),
+            "exchange_bytes": max(result.exchange_bytes for result in results),
+        }
 
     def facts(self) -> dict[str, Any]:
         return {"per_node": self.config.per_node}

@@ -142,15 +142,7 @@ def _one_document(query: Tensor, key: Tensor, value: Tensor, form: _Form) -> Ten
     length, seen = query.shape[2], key.shape[2]
     narrow = form.window is not None and form.window < seen
     if not narrow and form.softcap is None and form.sinks is None:
-        return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=form.dropout,
-            is_causal=length == seen,
-            scale=form.scale,
-            enable_gqa=key.shape[1] != query.shape[1],
-        ).transpose(1, 2)
+        return _fused(query, key, value, form, is_causal=length == seen).transpose(1, 2)
     # Of windows about half of the scores of a block are used: a block has no more queries than its first one has keys.
     most = max(form.window, _LEAST_ROWS) if narrow and form.window is not None else length
     keys_at_once = 2 * most if narrow else seen
@@ -161,7 +153,7 @@ def _one_document(query: Tensor, key: Tensor, value: Tensor, form: _Form) -> Ten
         first = 0 if not narrow or form.window is None else max(0, end - part.shape[2] + 1 - form.window)
         keys = (key[:, :, first:end], value[:, :, first:end])
         if form.softcap is None and form.sinks is None:
-            outputs.append(_masked(part, *keys, form))
+            outputs.append(_fused(part, *keys, form, attn_mask=_visible(part, keys[0], form.window)))
         else:  # scores are not kept for backward
             scored: Tensor = checkpoint(_scored, part, *keys, form, use_reentrant=False)
             outputs.append(scored)
@@ -176,15 +168,11 @@ def _visible(query: Tensor, key: Tensor, window: int | None) -> Tensor:
     return visible if window is None else visible & (place > own - window)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, form: _Form) -> Tensor:
+def _fused(query: Tensor, key: Tensor, value: Tensor, form: _Form, **mask: Any) -> Tensor:
+    """SDPA of torch, with one of its two ways to mask."""
+    grouped = key.shape[1] != query.shape[1]
     return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=_visible(query, key, form.window),
-        dropout_p=form.dropout,
-        scale=form.scale,
-        enable_gqa=key.shape[1] != query.shape[1],
+        query, key, value, dropout_p=form.dropout, scale=form.scale, enable_gqa=grouped, **mask
     )
 
 

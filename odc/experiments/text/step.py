@@ -252,13 +252,13 @@ class TextTrainer(Trainer):
         def backward(microbatch: Microbatch) -> None:
             run(microbatch.to(self.device).model_inputs())
 
-        def claimed(m: int, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        def claimed(number: int, tensors: Mapping[str, torch.Tensor]) -> None:
             # What is drawn at random (dropout) belongs to the microbatch, not to the rank that happens to compute it.
             torch.manual_seed(int(np.random.SeedSequence([self.config.seed, step, number]).generate_state(1)[0]))
             backward(Microbatch.from_tensors(tensors))
 
         if self.arm.dynamic:
-            run_queue(self.arm, self.model, [microbatch.tensors() for microbatch in mine], prepared.costs, claimed)
+            run_queue(self.model, [microbatch.tensors() for microbatch in mine], prepared.costs, claimed)
         else:
             run_minibatch(
                 self.arm, self.model, len(mine), lambda m: backward(mine[m]), pieces if self.arm.splits else None

@@ -30,7 +30,7 @@ def validation_loss(
     Every rank calls it between two steps, with the same documents; it meets the other ranks. On demand each rank runs
     as many microbatches as its share has; collectives need as many on every rank, so the others run dummies.
     """
-    microbatches = [pack([documents[i] for i in indices]) for indices in _share(documents, arm, cost, config)]
+    microbatches = [pack([documents[i] for i in indices]) for indices in _share(documents, cost, config)]
     losses = [0.0]
     model.eval()
     with _readable(model, arm, config), torch.no_grad():
@@ -45,7 +45,7 @@ def validation_loss(
     return total / sum(document.label_tokens for document in documents)
 
 
-def _share(documents: Sequence[Document], arm: Arm, cost: Cost, config: JobConfig) -> list[list[int]]:
+def _share(documents: Sequence[Document], cost: Cost, config: JobConfig) -> list[list[int]]:
     """Which documents this rank's microbatches hold."""
     mine: list[list[int]] = []
     for start in range(0, len(documents), _AT_ONCE):
