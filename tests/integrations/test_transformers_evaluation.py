@@ -192,6 +192,18 @@ def test_labels_are_not_rounded_in_bf16(ranks, tmp_path) -> None:
     assert ranks(2).run(years, True, tmp_path / "odc")[0] == pytest.approx(theirs, rel=1e-4)
 
 
+def of_a_count(rank: int, world: int, ours: bool, folder: Path) -> float:
+    """The mean loss in bf16 of 257 targets, which bf16 takes for 256."""
+    as_torchrun(rank, world)
+    changes: dict[str, Any] = {"bf16": True, "per_device_eval_batch_size": 1}
+    return made(ours, folder, model(), rows=samples([130, 129]), **changes).evaluate()["eval_loss"]
+
+
+def test_the_count_of_targets_is_not_rounded_in_bf16(ranks, tmp_path) -> None:
+    theirs = ranks(2).run(of_a_count, False, tmp_path / "ddp")[0]
+    assert ranks(2).run(of_a_count, True, tmp_path / "odc")[0] == pytest.approx(theirs, rel=1e-3)
+
+
 def tied(rank: int, world: int, ours: bool, folder: Path) -> list[str]:
     """Names in the file of a saved model whose head has the weights of its embedding."""
     from safetensors import safe_open
