@@ -98,7 +98,7 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
         model.register_forward_hook(_reshard)
     model._is_accelerate_prepared = True  # accelerate's own mark: do not wrap it in DDP
     model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` calls it
-    model._get_name = lambda: name  # by this name a Trainer finds how labels are shifted
+    type(model).__name__ = name  # not FSDP...: by it labels are shifted, and code of the hub is loaded again
     generate_alone(model)
     if not AcceleratorOptions.known():
         _refuse_late_accelerator(model)
