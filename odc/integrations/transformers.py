@@ -340,9 +340,11 @@ class OdcTrainer(RecoveringTrainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and (Path(checkpoint) / "optimizer.pt").is_file():  # not of save_only_model
-            state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True) if reads(self._reading) else {}
+        files = [Path(checkpoint) / name for name in ("optimizer.pt", "optimizer.bin")] if checkpoint else []
+        if found := [file for file in files if file.is_file()]:  # none of save_only_model; the second is FSDP's
+            state = torch.load(found[0], weights_only=True) if reads(self._reading) else {}
             load_optimizer(self.model, self.optimizer.optimizer, state, self._reading)
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+            schedule = torch.load(found[0].with_name("scheduler.pt"), weights_only=True)
+            self.lr_scheduler.load_state_dict(schedule)
         with without_stock_loading():
             super()._load_optimizer_and_scheduler(checkpoint)  # TRL's load what else they have
