@@ -61,7 +61,7 @@ from odc.split.cut import NO_LABEL
 
 try:
     import accelerate  # noqa: F401  (a Trainer needs it)
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, TrainingArguments
 except ImportError as error:
     raise ImportError(f"OdcTrainer needs transformers and accelerate: {install('transformers')}") from error
 
@@ -98,7 +98,7 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
         model.register_forward_hook(_reshard)
     model._is_accelerate_prepared = True  # accelerate's own mark: do not wrap it in DDP
     model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` calls it
-    model._get_name = lambda: name  # by this name a Trainer finds how labels are shifted
+    type(model).__name__ = name  # not FSDP...: by it labels are shifted, and code of the hub is loaded again
     generate_alone(model)
     if not AcceleratorOptions.known():
         _refuse_late_accelerator(model)
@@ -158,8 +158,8 @@ class OdcTrainer(RecoveringTrainer):
     It works with Trainers of other libraries too: `class OdcSFTTrainer(OdcTrainer, trl.SFTTrainer)`. It runs on every
     rank of a process group (torchrun). Saving and loading are collectives, which a Trainer calls on every rank anyway;
     one rank writes the whole model and the whole optimizer state. `blocks` are class names of the model's blocks, if it
-    does not name them itself; `options` are a Trainer's, without `model_init` and `optimizers`. Raises ConfigError if
-    odc can neither apply nor ignore an argument, with what to use instead.
+    does not name them itself; `given` and `options` are the Trainer's, without `model_init` and `optimizers`. Raises
+    ConfigError if odc can neither apply nor ignore an argument, with what to use instead.
 
     With `max_tokens`, the `per_device_train_batch_size` x ranks samples of each optimizer step are spread over the
     ranks by LB-Mini, in microbatches of at most that many tokens, padding not counted. Ranks have as many as the plan
@@ -172,8 +172,8 @@ class OdcTrainer(RecoveringTrainer):
     def __init__(
         self,
         model: Any = None,
+        *given: Any,
         args: Any = None,
-        *,
         blocks: str | Iterable[str] | None = None,
         settings: Settings | None = None,
         max_tokens: int | None = None,
@@ -185,13 +185,18 @@ class OdcTrainer(RecoveringTrainer):
             refuse_setting("model_init", "pass the model itself, because it is sharded once")
         if any(one is not None for one in options.get("optimizers", ())):
             refuse_setting("optimizers made before the model is sharded", "use optimizer_cls_and_kwargs")
+        if not given:  # TRL's Trainers take a reference or rewards next
+            options["model"] = model
+        if args is not None:
+            options["args"] = args
+        args = next((one for one in given if isinstance(one, TrainingArguments)), args)
         if args is not None:
             refuse_arguments(args)
         self._max_tokens, self._split = max_tokens, split
         self._splitter: Splitter | None = None
         self._scaled: ScaledLoss | None = None
         with alone(recovery), without_communicator(args):
-            super().__init__(model=model, args=args, **options)
+            super().__init__(*((model, *given) if given else ()), **options)
         refuse_arguments(self.args)
         if split and max_tokens is None:
             raise ConfigError("split=True needs max_tokens, the most tokens of a microbatch and of a piece")
@@ -338,9 +343,11 @@ class OdcTrainer(RecoveringTrainer):
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and (Path(checkpoint) / "optimizer.pt").is_file():  # not of save_only_model
-            state = torch.load(Path(checkpoint) / "optimizer.pt", weights_only=True) if reads(self._reading) else {}
+        files = [Path(checkpoint) / name for name in ("optimizer.pt", "optimizer.bin")] if checkpoint else []
+        if found := [file for file in files if file.is_file()]:  # none of save_only_model; the second is FSDP's
+            state = torch.load(found[0], weights_only=True) if reads(self._reading) else {}
             load_optimizer(self.model, self.optimizer.optimizer, state, self._reading)
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+            schedule = torch.load(found[0].with_name("scheduler.pt"), weights_only=True)
+            self.lr_scheduler.load_state_dict(schedule)
         with without_stock_loading():
             super()._load_optimizer_and_scheduler(checkpoint)  # TRL's load what else they have

@@ -141,13 +141,15 @@ class AcceleratorOptions:
 
 
 def keep_labels(model: nn.Module) -> None:
-    """Have arguments of forward whose names have "label" come as they are: torch's policy would cast them to bf16, and
-    rounded ones are other targets. Call it after the root is sharded.
+    """Have arguments of forward whose names have "label", and the count of targets, come as they are: torch's policy
+    would cast them to bf16. Rounded labels are other targets, and the loss is divided by the count, a float in
+    transformers 5.23. Call it after the root is sharded.
     """
     kept: list[dict[str, Any]] = []  # of the forwards in progress
 
     def take(module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
-        kept.append({name: options.pop(name) for name in [*options] if "label" in name})
+        named = [name for name in options if "label" in name or name == "num_items_in_batch"]
+        kept.append({name: options.pop(name) for name in named})
         return args, options
 
     def give(module: nn.Module, args: Any, options: dict[str, Any]) -> Any:

@@ -22,18 +22,19 @@ def refuse_mixed_rows(model: Any, loader: Any) -> None:
     """
     from transformers import AutoModelForCausalLM
 
-    attention = str(model.config._attn_implementation)
-    if len(loader.dataset) < 2 or type(model.config) not in AutoModelForCausalLM._model_mapping:
+    config: Any = getattr(model, "config", None)  # a module of one's own has none
+    if len(loader.dataset) < 2 or type(config) not in AutoModelForCausalLM._model_mapping:
         return
+    attention = str(config._attn_implementation)
     if attention not in ("eager", "sdpa"):
         return
     with torch.random.fork_rng([]):  # a collator may draw
         joined = loader.collate_fn([loader.dataset[0], loader.dataset[1]])
     if "input_ids" not in joined or joined["input_ids"].shape[0] > 1:
         return
-    name = model.config.model_type
+    name = config.model_type
     try:
-        right = alone(model.config)
+        right = alone(config)
         found = _error(right, attention, joined)
     except (UnsupportedError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"odc cannot check that {name} models keep the samples of a row apart: {error}") from error

@@ -138,6 +138,32 @@ def test_what_is_made_before_the_model_is_sharded_is_refused(option: str, tmp_pa
         OdcTrainer(model=mock.NonCallableMock(), args=arguments(tmp_path), **{option: value})
 
 
+class Given(Exception): ...
+
+
+@pytest.mark.parametrize("behind", [("reference",), ()], ids=["after another", "second"])
+def test_what_is_given_by_position_comes_to_the_trainer_behind(behind: tuple[str, ...], tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class Theirs(Trainer):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            raise Given(given, named)
+
+    class OdcTheirs(OdcTrainer, Theirs): ...
+
+    args = arguments(tmp_path)
+    for place, named in (((*behind, args), {}), (behind, {"args": args})):
+        with pytest.raises(Given) as caught:
+            OdcTheirs("model", *place, train_dataset="rows", **named)
+        first = {} if place else {"model": "model"}
+        assert caught.value.args == (("model", *place) if place else (), {"train_dataset": "rows"} | first | named)
+    args.fp16 = True
+    with pytest.raises(ConfigError, match="fp16"):
+        OdcTheirs("model", *behind, args)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

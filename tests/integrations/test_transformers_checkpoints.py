@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -136,6 +137,37 @@ def test_a_trainer_of_another_library_reads_what_it_has_saved_besides(ranks, tmp
     for (whole, resumed), read in ranks(2).run(runs_with_more, tmp_path, timeout=500):
         assert max(differences(resumed, whole)) < 1e-4, (resumed, whole)
         assert read == [str(tmp_path / "checkpoint-1")]
+
+
+def runs_of_fsdp(rank: int, world: int, folder: Path) -> list[Logged]:
+    """Logged steps of a run and of the one resumed after its first, with moments that accelerate saved as FSDP2's."""
+    as_torchrun(rank, world)
+    from accelerate.utils.fsdp_utils import save_fsdp_optimizer
+    from torch.distributed.fsdp import StateDictType
+    from transformers import TrainerCallback
+
+    class Saved(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **given: Any) -> None:
+            checkpoint = folder / f"checkpoint-{state.global_step}"
+            one = SimpleNamespace(offload_to_cpu=True, rank0_only=True)
+            whole = {"state_dict_type": StateDictType.FULL_STATE_DICT, "state_dict_config": one}
+            plugin = SimpleNamespace(fsdp_version=2, **whole)
+            save_fsdp_optimizer(plugin, trainer.accelerator, optimizer, model, str(checkpoint))
+            if rank == 0:
+                (checkpoint / "optimizer.pt").unlink()
+
+    runs = []
+    for checkpoint in (None, str(folder / "checkpoint-1")):
+        trainer = made(True, folder, model())
+        trainer.add_callback(Saved())
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(logged(trainer))
+    return runs
+
+
+def test_a_checkpoint_of_the_stock_trainer_under_fsdp_is_resumed_with_its_moments(ranks, tmp_path) -> None:
+    for whole, resumed in ranks(2).run(runs_of_fsdp, tmp_path, timeout=500):
+        assert max(differences(resumed, whole)) < 1e-4, (resumed, whole)
 
 
 def grown(rank: int, world: int, folder: Path) -> str:

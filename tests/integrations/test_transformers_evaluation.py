@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,18 @@ def test_labels_are_not_rounded_in_bf16(ranks, tmp_path) -> None:
     assert ranks(2).run(years, True, tmp_path / "odc")[0] == pytest.approx(theirs, rel=1e-4)
 
 
+def of_a_count(rank: int, world: int, ours: bool, folder: Path) -> float:
+    """The mean loss in bf16 of 257 targets, which bf16 takes for 256."""
+    as_torchrun(rank, world)
+    changes: dict[str, Any] = {"bf16": True, "per_device_eval_batch_size": 1}
+    return made(ours, folder, model(), rows=samples([130, 129]), **changes).evaluate()["eval_loss"]
+
+
+def test_the_count_of_targets_is_not_rounded_in_bf16(ranks, tmp_path) -> None:
+    theirs = ranks(2).run(of_a_count, False, tmp_path / "ddp")[0]
+    assert ranks(2).run(of_a_count, True, tmp_path / "odc")[0] == pytest.approx(theirs, rel=1e-3)
+
+
 def tied(rank: int, world: int, ours: bool, folder: Path) -> list[str]:
     """Names in the file of a saved model whose head has the weights of its embedding."""
     from safetensors import safe_open
@@ -210,6 +223,24 @@ def tied(rank: int, world: int, ours: bool, folder: Path) -> list[str]:
 def test_tied_weights_are_saved_once(ranks, tmp_path) -> None:
     theirs, ours = (ranks(2).run(tied, way, tmp_path / str(way))[0] for way in (False, True))
     assert ours == theirs and "lm_head.weight" not in ours
+
+
+def loaded_by(rank: int, world: int, ours: bool, folder: Path) -> dict[str, str]:
+    """The class by which a saved model is loaded again, whose code is its own, as of models with code on the hub."""
+    from transformers import Qwen2ForCausalLM
+
+    as_torchrun(rank, world)
+
+    class Mine(Qwen2ForCausalLM):
+        _auto_class = "AutoModelForCausalLM"
+
+    made(ours, folder, Mine(model().config)).save_model()
+    return {} if rank else json.loads((folder / "config.json").read_text())["auto_map"]
+
+
+def test_a_saved_model_of_ones_own_code_is_loaded_by_its_own_class(ranks, tmp_path) -> None:
+    theirs, ours = (ranks(2).run(loaded_by, way, tmp_path / str(way))[0] for way in (False, True))
+    assert ours == theirs == {"AutoModelForCausalLM": "test_transformers_evaluation.Mine"}
 
 
 def again(rank: int, world: int, folder: Path) -> list[str]:

@@ -227,6 +227,30 @@ def test_a_loss_of_ones_own_that_is_a_sum_is_the_stock_one(ranks, tmp_path) -> N
     assert max(differences(ours, theirs)) < 1e-4, (ours, theirs)
 
 
+class Bare(torch.nn.Module):
+    """None of transformers' models: it has no configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = torch.nn.Embedding(60, 16), torch.nn.Linear(16, 60)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.table(input_ids))}
+
+
+def a_sum(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> Any:
+    logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+def test_a_module_without_a_configuration_is_planned_too(ranks, tmp_path) -> None:
+    given = {"compute_loss_func": a_sum, "blocks": "Linear"}
+    theirs = ranks(2).run(own_loss, "OdcTrainer", tmp_path, given, Bare, timeout=500)[0]
+    ours = ranks(2).run(own_loss, "OdcTrainer", tmp_path, {"max_tokens": CAP, **given}, Bare, timeout=500)[0]
+    assert max(differences(ours, theirs)) < 1e-4, (ours, theirs)
+
+
 @pytest.mark.parametrize(("smoother", "known"), [(None, True), (object(), False)])
 def test_the_loss_of_smoothed_labels_is_checked_for_trls_trainer_too(smoother: Any, known: bool) -> None:
     pytest.importorskip("trl", reason="needs trl: make test-integrations")
