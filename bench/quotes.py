@@ -315,8 +315,9 @@ def changes_demo() -> Figures:
 def hosts_bytes() -> Figures:
     result = stored("hosts_bytes")
     (least,) = rows(result, arm="odc", weights="changed, lr 1e-05", sums="int8")
-    rivals = [row for row in result["rows"] if row["arm"].startswith("fsdp2,")]
-    return result | {"of_fsdp2": [row["bytes out a parameter"] / least["bytes out a parameter"] for row in rivals]}
+    arms = {row["arm"]: row["bytes out a parameter"] / least["bytes out a parameter"] for row in result["rows"]}
+    of = {by: [times for arm, times in arms.items() if arm.startswith(f"fsdp2 by {by}")] for by in ("gloo", "rings")}
+    return result | {by: f"{min(times):.0f} to {max(times):.0f}" for by, times in of.items()}
 
 
 @_quote

@@ -17,6 +17,7 @@ model of `bench.int8_sums`.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from bench.script import Script
 from bench.stored import Result, find, load
 from bench.stored import rows as rows_with
 from odc.simulate import Cluster, Model, Step, StepResult, Unit, simulate
+from odc.simulate.cluster import Algorithm
 
 NAME, BYTES = "simulated_hosts", "hosts_bytes"
 _FREE = "not limited"
@@ -36,6 +38,8 @@ _GBIT = 1e9 / 8
 _EXCHANGE = Work("exchange", 2, 2)
 _UNIT = 4.0 * _EXCHANGE.side**2  # bytes
 _SUMS, _MICROBATCHES = {"fp32": 4.0, "bf16": 2.0}, 8  # bytes; of each rank under FSDP2
+_COLLECTIVES: dict[str, Algorithm] = {"gloo": "gloo", "rings that know hosts": "ring"}
+_REDUCED = {"the last": True, "each": False}
 _MODEL = Model((Unit(_UNIT, _UNIT, 1 / _EXCHANGE.units),) * _EXCHANGE.units)
 
 
@@ -146,9 +150,9 @@ def bytes_rows(shares: Mapping[str, float], sums: Mapping[str, float]) -> list[d
         out = _out(Step(Cluster(4, 2), model, [[0.0]] * 4, "collectives", within_node=True))
         found.append({"arm": "fsdp2-hybrid", "weights": "none", "sums": dtype, "bytes out a parameter": out})
     model, each = Model((Unit(2.0, _SUMS["fp32"], 1.0),)), [[0.0] * _MICROBATCHES] * 4
-    for when, once in (("the last", True), ("every one", False)):
-        out = _out(Step(Cluster(4, 2), model, each, "collectives", reduce_once=once))
-        arm = f"fsdp2, {_MICROBATCHES} microbatches, reduced in {when}"
+    for (by, collective), (when, once) in itertools.product(_COLLECTIVES.items(), _REDUCED.items()):
+        out = _out(Step(Cluster(4, 2, collective=collective), model, each, "collectives", reduce_once=once))
+        arm = f"fsdp2 by {by}, {_MICROBATCHES} microbatches, reduced in {when}"
         found.append({"arm": arm, "weights": "whole", "sums": "fp32", "bytes out a parameter": out})
     return sorted(found, key=lambda row: row["bytes out a parameter"])
 

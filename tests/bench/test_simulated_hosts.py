@@ -25,7 +25,8 @@ def test_stored_predictions_are_those_of_the_simulator() -> None:
 
 def test_bytes_are_those_of_the_formulas() -> None:
     """(N-1)/N E (b c + a) with the share c of what changes, 2(N-1)/N E g of hybrid sharding, and of FSDP2 over all
-    ranks (NG-1)/NG E (2Mb + 2g) or, reduced in every microbatch, (2Mb + 2Mg); N = G = b = 2, M = 8.
+    ranks by gloo (NG-1)/NG E (2Mb + 2g) or, reduced in every microbatch, (2Mb + 2Mg), by rings over ranks of the same
+    number on each host (N-1)/N E (2Mb + g) or (2Mb + Mg); N = G = b = 2, M = 8.
     """
     measured = [
         {"link": link, "learning rate": rate, "arm": arm, "weights of whole": share}
@@ -36,14 +37,16 @@ def test_bytes_are_those_of_the_formulas() -> None:
     assert shares == {"whole": 1, "changed, lr 1e-05": 0.07, "changed, lr 0.0001": 0.25}
     bytes_of = {"fp32": 4, "bf16": 2, "int8": 1.1}
     made = bytes_rows(shares, bytes_of)
-    assert len(made) == 13
+    assert len(made) == 15
     assert made == sorted(made, key=lambda row: row["bytes out a parameter"])
     for row in made:
         sums = bytes_of[row["sums"]]
         wanted = {
-            "odc": (2 * shares[row["weights"]] + sums) / 2,
+            "odc": (2 * shares.get(row["weights"], 0) + sums) / 2,
             "fsdp2-hybrid": sums,
-            "fsdp2, 8 microbatches, reduced in the last": 3 / 4 * (2 * 8 * 2 + 2 * 4),
-            "fsdp2, 8 microbatches, reduced in every one": 3 / 4 * (2 * 8 * 2 + 2 * 8 * 4),
+            "fsdp2 by gloo, 8 microbatches, reduced in the last": 3 / 4 * (2 * 8 * 2 + 2 * 4),
+            "fsdp2 by gloo, 8 microbatches, reduced in each": 3 / 4 * (2 * 8 * 2 + 2 * 8 * 4),
+            "fsdp2 by rings that know hosts, 8 microbatches, reduced in the last": 1 / 2 * (2 * 8 * 2 + 4),
+            "fsdp2 by rings that know hosts, 8 microbatches, reduced in each": 1 / 2 * (2 * 8 * 2 + 8 * 4),
         }[row["arm"]]
         assert row["bytes out a parameter"] == pytest.approx(wanted)
