@@ -88,7 +88,7 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     own = options.pop("mp_policy", None)
     if own is not None and wanted.precision == "bf16" and own.param_dtype is not torch.bfloat16:
         raise ConfigError(f"the Accelerator says mixed_precision='bf16' and mp_policy says {own.param_dtype}")
-    name = type(model).__name__
+    made: Any = type(model)
     for block in blocks_of(model, blocks):
         wanted.compile(block)
         fully_shard(block, mp_policy=own or wanted.policy(root=False), **options)
@@ -98,7 +98,8 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
         model.register_forward_hook(_reshard)
     model._is_accelerate_prepared = True  # accelerate's own mark: do not wrap it in DDP
     model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` calls it
-    type(model).__name__ = name  # not FSDP...: by it labels are shifted, and code of the hub is loaded again
+    # By these a Trainer finds how labels are shifted, and save_pretrained the code of a model that has its own.
+    type(model).__name__, type(model).__module__ = made.__name__, made.__module__
     generate_alone(model)
     if not AcceleratorOptions.known():
         _refuse_late_accelerator(model)

@@ -225,8 +225,8 @@ def test_tied_weights_are_saved_once(ranks, tmp_path) -> None:
     assert ours == theirs and "lm_head.weight" not in ours
 
 
-def loaded_by(rank: int, world: int, ours: bool, folder: Path) -> dict[str, str]:
-    """The class by which a saved model is loaded again, whose code is its own, as of models with code on the hub."""
+def loaded_by(rank: int, world: int, ours: bool, folder: Path) -> tuple[dict[str, str], list[str]]:
+    """The class by which a saved model is loaded again, whose code is its own, and the files of code beside it."""
     from transformers import Qwen2ForCausalLM
 
     as_torchrun(rank, world)
@@ -235,12 +235,16 @@ def loaded_by(rank: int, world: int, ours: bool, folder: Path) -> dict[str, str]
         _auto_class = "AutoModelForCausalLM"
 
     made(ours, folder, Mine(model().config)).save_model()
-    return {} if rank else json.loads((folder / "config.json").read_text())["auto_map"]
+    if rank:
+        return {}, []
+    code = [file.name for file in folder.glob("*.py")]
+    return json.loads((folder / "config.json").read_text())["auto_map"], code
 
 
 def test_a_saved_model_of_ones_own_code_is_loaded_by_its_own_class(ranks, tmp_path) -> None:
     theirs, ours = (ranks(2).run(loaded_by, way, tmp_path / str(way))[0] for way in (False, True))
-    assert ours == theirs == {"AutoModelForCausalLM": "test_transformers_evaluation.Mine"}
+    own = "test_transformers_evaluation"
+    assert ours == theirs == ({"AutoModelForCausalLM": f"{own}.Mine"}, [f"{own}.py"])
 
 
 def again(rank: int, world: int, folder: Path) -> list[str]:
