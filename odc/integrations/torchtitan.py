@@ -57,6 +57,8 @@ def parallelize(
         refuse_setting("CUDA graphs", "set training.disable_cuda_graphs, as with_odc does")
     if not hasattr(model, "layers"):
         refuse_setting(f"sharding to {type(model).__name__}", "it is no decoder with layers")
+    if torch.are_deterministic_algorithms_enabled():  # debug.deterministic
+        settings = dataclasses.replace(settings or Settings(), reproducible=True)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     if compile_config.enable and "model" in compile_config.components:

@@ -122,9 +122,10 @@ def train(
 
 
 BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
+COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
 
 
-@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, BF16, COMPILED], ids=["fp32", "bf16", "compiled"])
 def test_losses_are_those_of_fsdp2(ranks, tmp_path, changes: dict[str, dict[str, Any]]) -> None:
     theirs, stock = ranks(2).run(train, False, tmp_path, changes, timeout=500)[0]
     ours, block = ranks(2).run(train, True, tmp_path, changes, timeout=500)[0]
@@ -178,3 +179,31 @@ def test_other_parallelism_graphs_and_offloading_are_refused_in_one_line(ranks, 
     assert "CUDA graphs" in graphs and "Linear: it is no decoder" in linear
     assert "training.enable_cpu_offload: leave it out" in offloading
     assert "set it to 'partial_dtensor'" in backend and "leave its degree at 1" in tensor
+
+
+def reproducible(rank: int, world: int, folder: Path) -> list[bool]:
+    """Of each unit that a run with `debug.deterministic` shards."""
+    configured(folder, {})  # first: modules of torchtitan take its device when they are imported
+    from odc import Settings
+    from odc.integrations import torchtitan
+
+    given: list[Any] = []
+    sharded, made = torchtitan.fully_shard, torchtitan.with_odc
+
+    def record(*modules: Any, settings: Any, **options: Any) -> Any:
+        given.append(settings)
+        return sharded(*modules, settings=settings, **options)
+
+    recorded = patch.object(torchtitan, "fully_shard", record)
+    chosen = patch.object(torchtitan, "with_odc", lambda config: made(config, Settings(prefetch=0)))
+    try:
+        with recorded, chosen:
+            train(rank, world, True, folder, {"debug": {"seed": 0, "deterministic": True}, "training": {"steps": 1}})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(settings.prefetch == 0 for settings in given)
+    return [settings.reproducible for settings in given]
+
+
+def test_sums_are_reproducible_where_the_run_is_deterministic(ranks, tmp_path) -> None:
+    assert ranks(2).run(reproducible, tmp_path, timeout=500)[0] == [True] * 3
