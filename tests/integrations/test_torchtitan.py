@@ -207,3 +207,39 @@ def reproducible(rank: int, world: int, folder: Path) -> list[bool]:
 
 def test_sums_are_reproducible_where_the_run_is_deterministic(ranks, tmp_path) -> None:
     assert ranks(2).run(reproducible, tmp_path, timeout=500)[0] == [True] * 3
+
+
+class Seeing(torch.nn.Module):
+    """What `parallelize` asks of a decoder that has a vision encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2)})
+        self.vision_encoder = torch.nn.Module()
+        self.vision_encoder.layers = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2)})
+
+
+def checkpointed(rank: int, world: int, folder: Path) -> list[str]:
+    """Classes of a block of each stack."""
+    as_torchrun(rank, world)
+    config = configured(folder, {})
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    from odc.integrations.torchtitan import parallelize
+
+    model = parallelize(
+        Seeing(),
+        parallel_dims=ParallelDims.from_config(config.parallelism, world),
+        training=dataclasses.replace(config.training, disable_cuda_graphs=True),
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=FullAC.Config(),
+        dump_folder="",
+    )
+    return [type(stack.layers["0"]).__name__ for stack in (model, model.vision_encoder)]
+
+
+def test_blocks_of_a_vision_encoder_are_recomputed_too(ranks, tmp_path) -> None:
+    decoder, encoder = ranks(2).run(checkpointed, tmp_path)[0]
+    assert "CheckpointWrapper" in decoder and encoder == "CheckpointWrapper"
