@@ -57,10 +57,15 @@ def parallelize(
         refuse_setting("CUDA graphs", "set training.disable_cuda_graphs, as with_odc does")
     if not hasattr(model, "layers"):
         refuse_setting(f"sharding to {type(model).__name__}", "it is no decoder with layers")
-    if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
-    if compile_config.enable and "model" in compile_config.components:
-        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    if torch.are_deterministic_algorithms_enabled():  # debug.deterministic
+        settings = dataclasses.replace(settings or Settings(), reproducible=True)
+    checkpointing = None if ac_config is None else ac_config.build(dump_folder=dump_folder)
+    encoder = getattr(model, "vision_encoder", None)  # it stays in the root
+    for stack in (model,) if encoder is None else (model, encoder):
+        if checkpointing is not None:
+            checkpointing.apply(stack)
+        if compile_config.enable and "model" in compile_config.components:
+            apply_compile(stack, compile_config=compile_config, parallel_dims=parallel_dims)
     replicated = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
     options: dict[str, Any] = {
         "mesh": parallel_dims.get_mesh(replicated),

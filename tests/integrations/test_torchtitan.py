@@ -122,9 +122,10 @@ def train(
 
 
 BF16 = {"training": {"mixed_precision_param": "bfloat16"}}
+COMPILED = {"compile": {"enable": True, "backend": "aot_eager"}}
 
 
-@pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, BF16, COMPILED], ids=["fp32", "bf16", "compiled"])
 def test_losses_are_those_of_fsdp2(ranks, tmp_path, changes: dict[str, dict[str, Any]]) -> None:
     theirs, stock = ranks(2).run(train, False, tmp_path, changes, timeout=500)[0]
     ours, block = ranks(2).run(train, True, tmp_path, changes, timeout=500)[0]
@@ -178,3 +179,67 @@ def test_other_parallelism_graphs_and_offloading_are_refused_in_one_line(ranks, 
     assert "CUDA graphs" in graphs and "Linear: it is no decoder" in linear
     assert "training.enable_cpu_offload: leave it out" in offloading
     assert "set it to 'partial_dtensor'" in backend and "leave its degree at 1" in tensor
+
+
+def reproducible(rank: int, world: int, folder: Path) -> list[bool]:
+    """Of each unit that a run with `debug.deterministic` shards."""
+    configured(folder, {})  # first: modules of torchtitan take its device when they are imported
+    from odc import Settings
+    from odc.integrations import torchtitan
+
+    given: list[Any] = []
+    sharded, made = torchtitan.fully_shard, torchtitan.with_odc
+
+    def record(*modules: Any, settings: Any, **options: Any) -> Any:
+        given.append(settings)
+        return sharded(*modules, settings=settings, **options)
+
+    recorded = patch.object(torchtitan, "fully_shard", record)
+    chosen = patch.object(torchtitan, "with_odc", lambda config: made(config, Settings(prefetch=0)))
+    try:
+        with recorded, chosen:
+            train(rank, world, True, folder, {"debug": {"seed": 0, "deterministic": True}, "training": {"steps": 1}})
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(settings.prefetch == 0 for settings in given)
+    return [settings.reproducible for settings in given]
+
+
+def test_sums_are_reproducible_where_the_run_is_deterministic(ranks, tmp_path) -> None:
+    assert ranks(2).run(reproducible, tmp_path, timeout=500)[0] == [True] * 3
+
+
+class Seeing(torch.nn.Module):
+    """What `parallelize` asks of a decoder that has a vision encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2)})
+        self.vision_encoder = torch.nn.Module()
+        self.vision_encoder.layers = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2)})
+
+
+def checkpointed(rank: int, world: int, folder: Path) -> list[str]:
+    """Classes of a block of each stack."""
+    as_torchrun(rank, world)
+    config = configured(folder, {})
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    from odc.integrations.torchtitan import parallelize
+
+    model = parallelize(
+        Seeing(),
+        parallel_dims=ParallelDims.from_config(config.parallelism, world),
+        training=dataclasses.replace(config.training, disable_cuda_graphs=True),
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=FullAC.Config(),
+        dump_folder="",
+    )
+    return [type(stack.layers["0"]).__name__ for stack in (model, model.vision_encoder)]
+
+
+def test_blocks_of_a_vision_encoder_are_recomputed_too(ranks, tmp_path) -> None:
+    decoder, encoder = ranks(2).run(checkpointed, tmp_path)[0]
+    assert "CheckpointWrapper" in decoder and encoder == "CheckpointWrapper"
