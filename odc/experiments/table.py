@@ -138,8 +138,8 @@ def medians_over(figures: dict[str, Any]) -> str:
 
 def _caption(figures: dict[str, Any]) -> str:
     on_cuda = (
-        " On CUDA spans are of the device's compute stream; the fsdp2 arms' wait is for NCCL, late ranks and transfer "
-        "together. Memory is torch's allocator's and the heaps'."
+        " On CUDA spans are of the device's compute stream; the fsdp2 arms' wait ends when the last rank's stream "
+        "comes to the collective. Memory is torch's allocator's and the heaps'."
     )
     return (
         f"{medians_over(figures)} Bubble and ms are measured, means over ranks. Memory is the largest "

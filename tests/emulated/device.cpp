@@ -7,7 +7,9 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <utility>
+#include <vector>
 
 namespace emulated {
 
@@ -26,9 +28,31 @@ int number_from_environment(const char* name, int otherwise) {
     return value && *value ? std::atoi(value) : otherwise;
 }
 
-int device_count() {
-    static const int count = std::min(number_from_environment("EMULATED_DEVICES", 1), MOST);
-    return count;
+// Of the machine's devices those that CUDA_VISIBLE_DEVICES names, by number and up to the first that is not there; all
+// where it is not set.
+static const std::vector<int>& devices() {
+    static const std::vector<int> seen = [] {
+        const int count = std::min(number_from_environment("EMULATED_DEVICES", 1), MOST);
+        std::vector<int> found;
+        const char* text = std::getenv("CUDA_VISIBLE_DEVICES");
+        for (int device = 0; !text && device < count; ++device) found.push_back(device);
+        for (int device; text && std::sscanf(text, "%d", &device) == 1 && device >= 0 && device < count;) {
+            found.push_back(device);
+            text = std::strchr(text, ',');
+            if (text) ++text;
+        }
+        return found;
+    }();
+    return seen;
+}
+
+int device_count() { return int(devices().size()); }
+
+int on_machine(int device) { return devices()[device]; }
+
+int in_process(int device) {
+    const auto found = std::find(devices().begin(), devices().end(), device);
+    return found == devices().end() ? -1 : int(found - devices().begin());
 }
 
 size_t device_bytes() {
@@ -88,7 +112,7 @@ CUDA_API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest)
 }
 
 CUDA_API cudaError_t cudaDeviceGetPCIBusId(char* id, int size, int device) {
-    std::snprintf(id, size, "0000:%02x:00.0", device + 1);
+    std::snprintf(id, size, "0000:%02x:00.0", on_machine(device) + 1);
     return cudaSuccess;
 }
 
@@ -96,8 +120,8 @@ CUDA_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int dev
     if (!is_device(device)) return noted(cudaErrorInvalidDevice);
     cudaDeviceProp p{};
     std::snprintf(p.name, sizeof p.name, "%s", NAME);
-    p.uuid.bytes[0] = char(device + 1);
-    p.pciBusID = device + 1;
+    p.uuid.bytes[0] = char(on_machine(device) + 1);
+    p.pciBusID = on_machine(device) + 1;
     p.totalGlobalMem = device_bytes();
     p.major = 9;
     p.multiProcessorCount = 132;

@@ -11,6 +11,10 @@ namespace emulated {
 
 int number_from_environment(const char* name, int otherwise);
 int device_count();
+// CUDA_VISIBLE_DEVICES numbers devices anew: the machine's number of one of this process's, and the other way around,
+// -1 of one that this process does not see.
+int on_machine(int device);
+int in_process(int device);
 size_t device_bytes();
 
 struct HostThread {

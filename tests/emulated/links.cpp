@@ -36,7 +36,9 @@ CUDA_API CUresult cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attr
     if (!is_device(from) || !is_device(to) || from == to) return CUDA_ERROR_INVALID_DEVICE;
     switch (attribute) {
         case CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED: *value = 1; break;
-        case CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: *value = has_native_atomics(from, to); break;
+        case CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED:
+            *value = has_native_atomics(on_machine(from), on_machine(to));
+            break;
         default: *value = 0;
     }
     return CUDA_SUCCESS;

@@ -75,7 +75,7 @@ CUDA_API CUresult cuMemCreate(Handle* handle, size_t bytes, const CUmemAllocatio
     const int device = asked->location.id;
     if (!take_bytes(device, bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
     const bool gpudirect = asked->allocFlags.gpuDirectRDMACapable;
-    const int file = memfd_create(name_of(device, gpudirect).c_str(), MFD_CLOEXEC);
+    const int file = memfd_create(name_of(on_machine(device), gpudirect).c_str(), MFD_CLOEXEC);
     if (file < 0 || ftruncate(file, off_t(bytes))) {
         if (file >= 0) close(file);
         return_bytes(device, bytes);
@@ -176,6 +176,7 @@ CUDA_API CUresult cuMemImportFromShareableHandle(Handle* handle, void* file, CUm
     }
     const std::string name = name_of(copy);
     const bool gpudirect = name.find("gpudirect") != std::string::npos;
-    *handle = handle_of(new Allocation{copy, size_t(facts.st_size), std::atoi(name.c_str()), false, gpudirect});
+    const int device = in_process(std::atoi(name.c_str()));
+    *handle = handle_of(new Allocation{copy, size_t(facts.st_size), device, false, gpudirect});
     return CUDA_SUCCESS;
 }

@@ -209,7 +209,7 @@ def test_the_table_fits_80_columns(figures: dict) -> None:
     figures["arms"]["odc-dynamic"] = figures["arms"]["odc"]
     figures["job"] |= {"slow": "1:1.5,0:2", "device": "cuda"}
     stated = " ".join(shown(table(figures)).split())
-    for text in ("odc-dynamic", "fp32, on CUDA", "the fsdp2 arms' wait is for NCCL, late ranks and transfer together"):
+    for text in ("odc-dynamic", "fp32, on CUDA", "wait ends when the last rank's stream comes to the collective"):
         assert text in stated
     assert "rank 1 slowed 1.5x and rank 0 slowed 2x (emulated: it sleeps after every microbatch)" in stated
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -57,7 +58,34 @@ def test_the_driver_decides_how_peers_are_added_to(world: int, pairs: str, nativ
     finally:
         pool.close()
     assert [atomic for atomic, _ in found] == [native] * world
-    expected = 2.0 * sum(1 + rank + number for rank in range(world) for number in range(3)) / world
+    refuse_inexact(found)
+
+
+def refuse_inexact(found: list[tuple[bool, list[torch.Tensor]]]) -> None:
+    expected = 2.0 * sum(1 + rank + number for rank in range(len(found)) for number in range(3)) / len(found)
     for _, gradients in found:
         for gradient in gradients:
             assert gradient.unique().tolist() == [expected], "exact in any order"
+
+
+def sums_beside_a_hidden_device(rank: int, world: int) -> tuple[tuple[bool, list[torch.Tensor]], str]:
+    """`sums` in a process that sees one device, and which that is."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[rank]
+    assert torch.cuda.device_count() == 1, "this process has used CUDA before"
+    return sums(rank, world), device_links.device_uuid(0)
+
+
+def test_ranks_map_devices_that_they_do_not_see_and_add_to_them_under_a_lock() -> None:
+    """As Ray and some launchers start them; no process can ask what atomics between the two are."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device here (`odc doctor` says what is missing)")
+    if not EMULATED and torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    pool = RankPool(2, (("EMULATED_DEVICES", "2"),))
+    try:
+        found, devices = zip(*pool.run(sums_beside_a_hidden_device, timeout=240), strict=True)
+    finally:
+        pool.close()
+    assert len({*devices}) == 2 and [atomic for atomic, _ in found] == [False] * 2
+    refuse_inexact(list(found))

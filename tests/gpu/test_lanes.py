@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from odc import fully_shard
 from odc.fsdp import live_roots
 from odc.memory import cuda_lanes as memory
+from odc.protocol.fetch import PublishedShards
 
 CYCLES = 40_000_000  # about twenty milliseconds, at most: a peer on the same device takes turns of some
 
@@ -80,12 +81,17 @@ def apart(rank: int, world: int, skipped: str) -> bool:
     """Whether training on lanes that sleep goes elsewhere if one function does not wait."""
     random.seed(rank)
     expected = trained(rank, world)
-    usual, SleepyLanes.skipped = memory.CudaLanes, frozenset({skipped})
-    memory.CudaLanes = SleepyLanes  # type: ignore[misc]
-    try:
+    SleepyLanes.skipped, publish = frozenset({skipped}), PublishedShards.publish
+
+    def publish_late(*args: Any) -> None:
+        if rank == 0 and publish.__qualname__ == skipped:  # a peer that is as late would come no sooner than the shards
+            torch.cuda._sleep(20 * CYCLES)
+        publish(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "CudaLanes", SleepyLanes)
+        patch.setattr(PublishedShards, "publish", publish_late)
         found = trained(rank, world)
-    finally:
-        memory.CudaLanes = usual  # type: ignore[misc]
     return not all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(found, expected, strict=True))
 
 
