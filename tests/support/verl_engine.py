@@ -30,6 +30,7 @@ def build(
     model_type: str = "language_model",
     odc: Any = None,
     of_model: Any = None,
+    lr: float = 1e-2,
     **changes: Any,
 ) -> Any:
     from verl.trainer.config import CheckpointConfig
@@ -51,7 +52,7 @@ def build(
             **options,
         ),
         engine_config=config or OdcEngineConfig(odc=odc or {}, **settings),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="constant", total_training_steps=9),
+        optimizer_config=FSDPOptimizerConfig(lr=lr, lr_scheduler_type="constant", total_training_steps=9),
         checkpoint_config=CheckpointConfig(),
     )
     engine.model_config.model_type = model_type
