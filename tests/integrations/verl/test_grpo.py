@@ -96,8 +96,18 @@ def alike(ours: list[dict[str, float]], theirs: list[dict[str, float]], names: S
         assert [one[name] for one in ours] == expected, name
 
 
-def test_five_steps_train_as_with_fsdp2(inputs, fsdp2) -> None:
-    odc = train(inputs, "odc", "odc", {})
+@pytest.fixture(scope="module")
+def odc(inputs: Path) -> Outcome:
+    return train(inputs, "odc", "odc", {"trainer.save_freq": 2})
+
+
+def resumed(inputs: Path, name: str) -> dict[str, Any]:
+    """Settings of a run that goes on after the second step of another."""
+    saved = inputs / name / "checkpoints" / "global_step_2"
+    return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": saved}
+
+
+def test_five_steps_train_as_with_fsdp2(inputs, fsdp2, odc) -> None:
     alike(odc.steps, fsdp2.steps)
     assert max(one["training/rollout_probs_diff_max"] for one in odc.steps) < 1e-5, "rollouts had stale weights"
     drawing = [sys.executable, EXAMPLES / "verl_grpo.py", "metrics.jsonl", "reward.svg"]
@@ -108,27 +118,23 @@ def test_five_steps_train_as_with_fsdp2(inputs, fsdp2) -> None:
 
 
 @pytest.mark.thorough
-def test_ranks_with_unequal_counts_of_microbatches_train_as_with_fsdp2(inputs, fsdp2) -> None:
-    rows_stay = {f"+{ACTOR}.fsdp_config.odc.rebalance": False, f"{ACTOR}.ppo_max_token_len_per_gpu": 112}
-    odc = train(inputs, "uneven", "odc", OPTIONS | rows_stay)
-    alike(odc.steps, fsdp2.steps)
-    assert odc.counts[0] != odc.counts[1]
-
-
-@pytest.mark.thorough
-def test_long_rows_in_pieces_train_as_with_fsdp2(inputs, fsdp2) -> None:
+@pytest.mark.usefixtures("odc")
+def test_a_resumed_run_with_pieces_and_unequal_counts_trains_as_fsdp2_without_a_stop(inputs, fsdp2) -> None:
     """The policy that is compared with, and the reference, are computed of whole rows, which then must fit."""
     whole = {f"{part}.log_prob_max_token_len_per_gpu": 144 for part in (ROLLOUT, REFERENCE)}
     split = {f"+{ACTOR}.fsdp_config.odc.split": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 64}
-    odc = train(inputs, "split", "odc", OPTIONS | whole | split)
-    alike(odc.steps, fsdp2.steps)
-    assert all(any(0 in rows for rows in minibatches) for minibatches in odc.rows), "no row was split"
+    rest = train(inputs, "pieces", "odc", OPTIONS | whole | split | resumed(inputs, "odc"))
+    alike(rest.steps, fsdp2.steps[2:])
+    assert all(any(0 in rows for rows in minibatches) for minibatches in rest.rows), "no row was split"
+    assert rest.counts[0] != rest.counts[1], "ranks ran equally many microbatches"
 
 
-def with_critic(inputs: Path, strategy: str, **changes: Any) -> dict[str, Any]:
-    """PPO with a value head, four steps."""
-    return TASK | {
+def with_critic(inputs: Path, strategy: str) -> dict[str, Any]:
+    """PPO with a value head, four steps; the actor trains adapters, which vLLM gets merged."""
+    return {
         "algorithm.adv_estimator": "gae",
+        "actor_rollout_ref.model.lora_rank": 4,
+        "actor_rollout_ref.model.lora.merge": True,
         "critic.strategy": strategy,
         "critic.model.path": inputs / "model",
         "critic.model.enable_gradient_checkpointing": False,
@@ -137,26 +143,14 @@ def with_critic(inputs: Path, strategy: str, **changes: Any) -> dict[str, Any]:
         "critic.fsdp.use_torch_compile": False,
         "+critic.fsdp.mixed_precision.param_dtype": "fp32",
         "trainer.total_training_steps": 4,
-        **{f"trainer.{name}": value for name, value in changes.items()},
     }
 
 
 @pytest.mark.thorough
-def test_ppo_with_a_critic_goes_on_from_a_checkpoint_as_fsdp2_without_a_stop(inputs) -> None:
-    whole = train(inputs, "fsdp2-critic", "fsdp2", with_critic(inputs, "fsdp2"))
-    begun = train(inputs, "critic", "odc", with_critic(inputs, "odc", save_freq=2, total_training_steps=2))
-    saved = inputs / "critic" / "checkpoints" / "global_step_2"
-    resume = {"resume_mode": "resume_path", "resume_from_path": saved}
-    rest = train(inputs, "resumed-critic", "odc", with_critic(inputs, "odc", **resume))
-    alike(begun.steps + rest.steps, whole.steps, [*ALIKE, "critic/vf_loss", "critic/grad_norm"])
-
-
-@pytest.mark.thorough
-def test_lora_adapters_reach_the_rollouts_merged(inputs) -> None:
-    model = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora.merge": True}
-    theirs = train(inputs, "fsdp2-lora", "fsdp2", model)
-    ours = train(inputs, "lora", "odc", model)
-    alike(ours.steps, theirs.steps)
+def test_ppo_with_a_critic_and_adapters_goes_on_from_a_checkpoint_of_fsdp2(inputs) -> None:
+    theirs = train(inputs, "fsdp2-critic", "fsdp2", with_critic(inputs, "fsdp2") | {"trainer.save_freq": 2})
+    ours = train(inputs, "critic", "odc", with_critic(inputs, "odc") | resumed(inputs, "fsdp2-critic"))
+    alike(ours.steps, theirs.steps[2:], [*ALIKE, "critic/vf_loss", "critic/grad_norm"])
     assert max(one["training/rollout_probs_diff_max"] for one in ours.steps) < 1e-4, "rollouts had stale weights"
 
 
