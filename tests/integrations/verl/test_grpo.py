@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.leaks import assert_nothing_left, memfds_of, shared_files
 
 pytestmark = [
     pytest.mark.skipif(
@@ -43,7 +45,9 @@ ALIKE = ("critic/score/mean", "response_length/mean", "actor/loss", "actor/pg_lo
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("grpo")
     subprocess.run([sys.executable, EXAMPLES / "verl_grpo.py"], cwd=folder, check=True)
-    (folder / "agent.yaml").write_text("- name: seeded\n  _target_: support.verl_reference.SeededAgentLoop\n")
+    loops = {"seeded": "SeededAgentLoop", "deadly": "DeadlyAgentLoop"}
+    listed = "".join(f"- name: {name}\n  _target_: support.verl_reference.{loop}\n" for name, loop in loops.items())
+    (folder / "agent.yaml").write_text(listed)
     return folder
 
 
@@ -61,8 +65,8 @@ class Outcome:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def train(inputs: Path, name: str, strategy: str, changes: dict[str, Any]) -> Outcome:
-    """Run the example's script in a subfolder of that name."""
+def run(inputs: Path, name: str, strategy: str, changes: dict[str, Any]) -> int:
+    """Run the example's script in a subfolder of that name, in a session of its own; returns its exit code."""
     folder = inputs / name
     folder.mkdir()
     for one in ("model", "prompts.parquet"):
@@ -77,8 +81,18 @@ def train(inputs: Path, name: str, strategy: str, changes: dict[str, Any]) -> Ou
     }
     command = [EXAMPLES / "verl_grpo.sh", *(f"{key}={value}" for key, value in (settings | TASK | changes).items())]
     with (folder / "output").open("w") as output:
-        done = subprocess.run(command, cwd=folder, env=environment, stdout=output, stderr=output, check=False)
-    assert done.returncode == 0, (folder / "output").read_text(encoding="utf-8", errors="replace")[-8000:]
+        streams: dict[str, Any] = {"stdout": output, "stderr": output}
+        done = subprocess.run(command, cwd=folder, env=environment, check=False, start_new_session=True, **streams)
+    return done.returncode
+
+
+def printed(folder: Path) -> str:
+    return (folder / "output").read_text(encoding="utf-8", errors="replace")
+
+
+def train(inputs: Path, name: str, strategy: str, changes: dict[str, Any]) -> Outcome:
+    code, folder = run(inputs, name, strategy, changes), inputs / name
+    assert code == 0, printed(folder)[-8000:]
     return Outcome(folder)
 
 
@@ -207,3 +221,16 @@ def test_one_step_off_policy(inputs, monkeypatch) -> None:
     apart = [abs(one["actor/ppo_kl"]) for one in odc.steps]
     assert len(apart) == 3
     assert apart[1] > 1e-3 and max(apart[0], apart[2]) < 1e-5, apart
+
+
+@pytest.mark.thorough
+def test_a_vllm_server_that_dies_is_named_and_nothing_of_the_run_stays(inputs) -> None:
+    """While it answers."""
+    files, memfds = shared_files(), memfds_of(os.getpid())
+    code, folder = run(inputs, "deadly", "odc", {f"{ROLLOUT}.agent.default_agent_loop": "deadly"}), inputs / "deadly"
+    server, session = json.loads((folder / "killed").read_text(encoding="utf-8"))
+    assert code != 0
+    assert re.search(rf"class_name: vLLMHttpServer\s+actor_id: \w+\s+pid: {server}\b", printed(folder)), printed(
+        folder
+    )[-8000:]
+    assert_nothing_left([session], files, memfds)
