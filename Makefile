@@ -63,7 +63,7 @@ test-all: $(READY)  ## run all tests: every combination, kernels for three GPU g
 	$(ON_CPU) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 # The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too. A whole RL
-# run takes minutes: ARGS="--extent all" has more of them.
+# run takes a minute or two: ARGS="--extent quick" leaves most of them out.
 test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of NIXL with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest $(SPREAD) tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_transformers_loss.py \
@@ -88,7 +88,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	    --ignore tests/integrations/test_trainer_recovery.py \
 	    --installed accelerate,ray,transformers,verl $(ARGS)
 	$(ON_CPU) .venv-vllm/bin/python -m pytest tests/integrations/test_vllm.py tests/integrations/test_grpo_vllm.py \
-	    tests/integrations/verl/test_grpo.py --extent quick --installed ray,verl,vllm $(ARGS)
+	    tests/integrations/verl/test_grpo.py --installed ray,verl,vllm $(ARGS)
 	$(ON_CPU) .venv-trl-vllm/bin/python -m pytest tests/integrations/test_trl_vllm.py --installed trl,vllm $(ARGS)
 	$(ON_CPU) .venv-evaluation/bin/python -m pytest $(SPREAD) tests/integrations/test_lm_eval.py \
 	    tests/integrations/test_lmms_eval.py --installed lm_eval,lmms_eval $(ARGS)

@@ -9,7 +9,7 @@ import torch
 
 
 def rows(lengths: list[int], first: int, packed: bool = False, **settings: Any) -> Any:
-    """Rows whose tokens follow from their number; the first two tokens are not predicted."""
+    """Any number of rows, whose tokens follow from their number; the first two tokens are not predicted."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
@@ -18,7 +18,9 @@ def rows(lengths: list[int], first: int, packed: bool = False, **settings: Any) 
         ids.append(torch.randint(4, 60, (length,), generator=torch.Generator().manual_seed(number)))
         masks.append((torch.arange(length) > 1).long())
     columns = {"input_ids": ids, "loss_mask": masks, "position_ids": [torch.arange(length) for length in lengths]}
-    nested = {name: torch.nested.as_nested_tensor(column, layout=torch.jagged) for name, column in columns.items()}
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    whole = {name: torch.cat([torch.empty(0, dtype=torch.int64), *column]) for name, column in columns.items()}
+    nested = {name: torch.nested.nested_tensor_from_jagged(column, ends) for name, column in whole.items()}
     data = TensorDict(nested, batch_size=[len(lengths)])
     tu.assign_non_tensor(data, use_remove_padding=packed, temperature=1.0, pad_token_id=0, **settings)
     return data
@@ -30,6 +32,7 @@ def build(
     model_type: str = "language_model",
     odc: Any = None,
     of_model: Any = None,
+    lr: float = 1e-2,
     **changes: Any,
 ) -> Any:
     from verl.trainer.config import CheckpointConfig
@@ -51,7 +54,7 @@ def build(
             **options,
         ),
         engine_config=config or OdcEngineConfig(odc=odc or {}, **settings),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-2, lr_scheduler_type="constant", total_training_steps=9),
+        optimizer_config=FSDPOptimizerConfig(lr=lr, lr_scheduler_type="constant", total_training_steps=9),
         checkpoint_config=CheckpointConfig(),
     )
     engine.model_config.model_type = model_type

@@ -1,6 +1,6 @@
 """Makes whole RL runs of verl comparable on CPU ranks: its own engine beside odc's, and the same batches in both.
 
-verl loads this module into each of its processes (`VERL_USE_EXTERNAL_MODULES=support.verl_reference`), and the two
+verl loads this module into each of its processes (`VERL_USE_EXTERNAL_MODULES=support.verl_reference`), and its
 classes by its own settings. Without them two runs differ by luck: vLLM draws from one generator in the order in which
 requests arrive, and rows lie in the order in which answers were finished, which decides what is in each minibatch.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import zlib
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine, FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from odc.integrations.verl.engine import OdcEngine
+from support.leaks import processes_of
 # isort: on
 
 EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)
@@ -85,6 +87,19 @@ class SeededAgentLoop(SingleTurnAgentLoop):
         seed = zlib.crc32("/".join(str(kwargs[key]) for key in ("global_steps", "index", "session_id")).encode())
         most = min(self.response_length, 1 + int(random.Random(seed).lognormvariate(2.5, 1)))
         return await super().run({**sampling_params, "seed": seed, "max_tokens": most}, **kwargs)
+
+
+class DeadlyAgentLoop(SeededAgentLoop):
+    """As that, but before the second step's first answer a vLLM server is killed."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        if int(kwargs["global_steps"]) == 2 and not (Path(os.environ["ODC_TEST_NOTES"]) / "killed").exists():
+            session = os.getsid(0)  # of all processes of the run
+            titles = {pid: Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8") for pid in processes_of([session])}
+            server = min(pid for pid, title in titles.items() if "vLLMHttpServer" in title)
+            note("killed", [server, session])
+            os.kill(server, signal.SIGKILL)
+        return await super().run(sampling_params, **kwargs)
 
 
 class OrderedReplayBuffer(ReplayBuffer):

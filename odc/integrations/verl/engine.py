@@ -174,6 +174,8 @@ class OdcEngine(FSDPEngine):  # type: ignore[misc]
         refuse_long(lengths, cap, together)
         if self._options.rebalance and not stay:
             data = move_rows(data.to("cpu"), owners_of(lengths, self._cost, together), group)
+        if not len(data):  # all rows of the minibatch are on other ranks
+            return data, (), ([], None)
         return data, (), rearrange_micro_batches(data, cap, same_micro_num_in_dp=False, force_group_size=together)
 
     def prepare_model_inputs(self, micro_batch: Any) -> Any:

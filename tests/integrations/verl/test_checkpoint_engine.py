@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.far_readers import Moved
+from support.on_ranks import on_hosts
 from support.ranks import RankPool
 from support.verl import import_verl, join_as_verl, needs_verl
 from support.verl_engine import build, gathered, loss_with_metrics, rows
@@ -64,9 +68,13 @@ def received(rollout: Any, learned: list[Any]) -> dict[str, torch.Tensor]:
     """What a rollout process of two is given by verl, tensor by tensor."""
     for_actor, for_rollout = type(rollout).build_topology(2, 2, [*learned, rollout.prepare(), None])
     assert for_actor == {} and [len(each) for each in for_rollout.values()] == [2]
-    rollout.init_process_group(**{name: each[1] for name, each in for_rollout.items()})
+    return read(rollout, **{name: each[1] for name, each in for_rollout.items()})
 
-    async def read() -> dict[str, torch.Tensor]:
+
+def read(rollout: Any, published: Any) -> dict[str, torch.Tensor]:
+    rollout.init_process_group(published)
+
+    async def receive() -> dict[str, torch.Tensor]:
         found = {}
         async for name, tensor in rollout.receive_weights(global_steps=1):
             await asyncio.sleep(0.01)  # in which the next group is read
@@ -74,7 +82,7 @@ def received(rollout: Any, learned: list[Any]) -> dict[str, torch.Tensor]:
         return found
 
     try:
-        return asyncio.run(read())
+        return asyncio.run(receive())
     finally:
         rollout.finalize()
 
@@ -100,6 +108,33 @@ def test_a_rollout_reads_after_each_step_what_verl_gathers(actor: RankPool, mode
         assert before.keys() != found.keys() or any(not torch.equal(before[name], found[name]) for name in found)
         before = found
         actor.run(step)
+
+
+@on_hosts(2, 1)
+def test_a_rollout_on_another_host_reads_only_what_a_step_changes(rank: int, world: int, model: Path) -> None:
+    """Beside each rank is a rollout of its host, which maps the shards there, and to which the others are far."""
+    os.environ["RAY_LOCAL_WORLD_SIZE"] = "1"  # as verl's workers have it on Ray
+    changes = {"odc": {"changes": "on"}, "mixed_precision": {"param_dtype": "bf16"}, "lr": 1e-6}
+    start(rank, world, model, "odc", changes)
+    rollout, learned = checkpoint_engine(bucket_size=1 << 20), [None] * world
+    before: dict[str, torch.Tensor] = {}
+    moved: Moved | None = None
+    for _ in range(4):
+        published, gathered = prepare(rank, world)
+        dist.all_gather_object(learned, published)
+        found = read(rollout, learned[0])
+        assert found.keys() == gathered.keys()
+        for name, value in gathered.items():
+            kept = torch.float32 if name == "temperature" else torch.bfloat16
+            assert found[name].dtype == kept and torch.equal(found[name], value.to(kept)), name
+        _, reader = rollout._reader._reader
+        if moved is not None:
+            crossed, whole = moved.taken(), sum(one.nbytes for one in reader._handle.parameters)
+            assert 0 < crossed <= 0.2 * whole, f"{crossed} bytes of {whole}"
+            assert any(not torch.equal(before[name], found[name]) for name in found), "the step has changed nothing"
+        moved, before = moved or Moved(reader), found
+        dist.barrier()  # as verl waits for all rollouts before it trains on
+        step(rank, world)
 
 
 def test_buckets_of_gigabytes_which_verl_has_by_default_are_read_in_parts() -> None:

@@ -49,14 +49,14 @@ def trained(
         )
         with engine.train_mode():
             output = engine.train_batch(data, loss_with_metrics)
-        loss = torch.tensor(sum(output["loss"]))
+        loss = torch.tensor(float(sum(output["loss"])))
         dist.all_reduce(loss, op=dist.ReduceOp.AVG)
         losses.append(loss.item())
         norms.append(output["metrics"].pop("grad_norm"))
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, output["metrics"])
-    merged = {name: Metric.aggregate_dp([one[name] for one in gathered]) for name in ("mean", "sum", "max")}
-    plain = [value for one in gathered for value in one["plain"]]
+    merged = {name: Metric.aggregate_dp([one[name] for one in gathered if one]) for name in ("mean", "sum", "max")}
+    plain = [value for one in gathered if one for value in one["plain"]]
     weights = {name: value.sum().item() for name, value in engine.get_per_tensor_param()[0]}
     return {
         "loss": losses,
@@ -83,6 +83,15 @@ def test_unequal_counts_train_as_fsdp2_with_equal_ones(ranks, model) -> None:
     # One microbatch a rank: verl's sum of losses, and its mean over ranks with unequal tokens.
     assert ours[0]["metrics"]["sum"] == pytest.approx(theirs[0]["metrics"]["sum"], rel=1e-4)
     assert ours[0]["metrics"]["max"] == 98
+
+
+@pytest.mark.parametrize(("rebalance", "computed"), [(False, [[1] * 4, []]), (True, [[1] * 2] * 2)])
+def test_a_rank_without_rows_trains_as_fsdp2_with_some_on_each(ranks, model, rebalance, computed) -> None:
+    """No trainer of verl deals them so: each rank gets equally many."""
+    theirs = ranks(2).run(trained, model, "fsdp2", [[60] * 2] * 2, 240)
+    ours = ranks(2).run(trained, model, "odc", [[60] * 4, []], 100, {"rebalance": rebalance})
+    assert [one["computed"] for one in ours] == computed
+    alike(ours[0], theirs[0])
 
 
 def test_means_are_over_all_tokens_whoever_computed_them(ranks, model) -> None:

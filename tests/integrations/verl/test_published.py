@@ -226,7 +226,7 @@ def test_shards_on_several_hosts_are_gathered(actor: RankPool, model: Path) -> N
 
 
 def test_verls_sender_takes_what_a_reader_reads() -> None:
-    """As docs/verl.md has it, for a rollout of a program of one's own."""
+    """As docs/checkpoint_engine.md has it, for a rollout of a program of one's own."""
     import_verl("verl.workers.rollout")
     with Job(LAYOUT) as job:
         weights = Weights()
