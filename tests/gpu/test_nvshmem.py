@@ -47,15 +47,20 @@ pytest.importorskip("nvshmem.core", reason="needs nvshmem4py: pip install 'odc-f
 Counts = tuple[tuple[int, ...], ...]
 ROOM = 64 << 20  # of a pool's processes, in which many models run one after the other
 COUNTS: dict[int, Counts] = {2: ((1, 1), (2, 1), (0, 2)), 4: ((1, 1, 1, 1), (2, 1, 3, 1), (0, 2, 0, 1))}
-OURS = Settings(timeout_s=120.0, memory="nvshmem", nvshmem_bytes=ROOM)
+
+
+def over_nvshmem(**some: Any) -> Settings:
+    """By the copy engine goes what goes by it where models are large."""
+    return Settings(**{"timeout_s": 120.0, "nvshmem_bytes": ROOM, "copy_engine_bytes": 1} | some, memory="nvshmem")
+
+
+OURS = over_nvshmem()
 SETTINGS = {
     "server": OURS,
-    "direct by torch": Settings(
-        timeout_s=120.0, memory="nvshmem", nvshmem_bytes=ROOM, accumulate="direct", kernels="torch", prefetch=0
-    ),
-    "gradient views": Settings(timeout_s=120.0, memory="nvshmem", nvshmem_bytes=ROOM, gradient_views=True),
+    "direct by torch": over_nvshmem(accumulate="direct", kernels="torch", prefetch=0),
+    "gradient views": over_nvshmem(gradient_views=True, copy_engine_bytes=1 << 20),  # small pieces, by kernels
 }
-CHANGES = Settings(timeout_s=120.0, memory="nvshmem", nvshmem_bytes=ROOM, changes="on", check_protocol=True)
+CHANGES = over_nvshmem(changes="on", check_protocol=True)
 
 
 @pytest.fixture(scope="module")
