@@ -78,7 +78,7 @@ test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of 
 	$(ON_CPU) .venv-titan/bin/python -m pytest tests/integrations/test_torchtitan.py --installed torchtitan $(ARGS)
 	$(ON_CPU) .venv-nixl/bin/python -m pytest tests/contracts/test_engines.py tests/doctor/test_probes.py \
 	    tests/handover/test_hosts.py -k "nixl or network" --installed nixl_cu13 $(ARGS)
-	$(ON_CPU) .venv-nvshmem/bin/python -m pytest tests/kernels/test_compile.py -k linked $(ARGS) --extent all
+	$(ON_CPU) .venv-nvshmem/bin/python -m pytest tests/kernels/test_compile.py -k linked --installed nvshmem $(ARGS) --extent all
 	$(ON_CPU) .venv-integrations/bin/python -m pytest $(SPREAD) tests/integrations \
 	    tests/experiments/grpo/test_objective.py tests/experiments/grpo/test_plans.py \
 	    --ignore tests/integrations/test_transformers.py --ignore tests/integrations/test_transformers_loss.py \

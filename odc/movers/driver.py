@@ -37,7 +37,8 @@ class _Attributes(ctypes.Structure):
 def _batch_function() -> ctypes._FuncPointer | None:
     """`cuMemcpyBatchAsync` as of CUDA 12.8, which later drivers keep under this name; None where there is none.
 
-    By ctypes, which takes addresses of whole arrays: `cuda.bindings` makes lists of Python's numbers of them.
+    By ctypes, which takes addresses of whole arrays: `cuda.bindings` takes lists of objects, and 1.6 us longer for 24
+    copies, 9 us for 84 (a layer's 12 parameters of 7 peers; over the emulated driver).
     """
     function = getattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyBatchAsync", None)
     if function is not None:

@@ -151,6 +151,7 @@ def test_the_old_fault_would_show() -> None:
         beside(s, 0.01, lanes) for s, lanes in ((0, VirtualLanes), (0.1, VirtualLanes), (0.1, SharedServer))
     )
     assert busy.posted == pytest.approx(idle.posted, rel=0.02) and busy.slots < 0.01
+    assert beside(0.3, 0.01, VirtualLanes).posted <= 1.15 * idle.posted, "units of 300 ms"
     assert 4 < shared.posted / idle.posted < 8
     assert shared.slots > 0.5 * shared.posted, "it waits for slots"
     assert shared.waits["rank 1's sender for rank 0's slot"] > 0.08, "for a unit of its owner's"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def trained(rank: int, case: Case, device: torch.device, **options: Any) -> tupl
     """A model that has been published on the device, and its whole state dict, on the CPU.
 
     It has been trained, but not in bf16: an emulated device uses torch's CPU kernels, whose layer norm takes one dtype.
+    Its shards have gone by the copy engine, as those of large models do.
     """
+    options["settings"] = replace(options.get("settings", Settings()), copy_engine_bytes=1)
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     model = shard(fully_shard, make(case, width=36).to(device), case, mesh, **options)
     optimizer = adamw(model)

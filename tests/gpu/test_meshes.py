@@ -16,7 +16,7 @@ import odc
 from odc import Settings, fully_shard
 from odc.fsdp import live_roots
 
-SETTINGS = Settings(timeout_s=120.0)
+SETTINGS = Settings(timeout_s=120.0, copy_engine_bytes=1)  # by the copy engine, as pieces of large models go
 
 
 def leave() -> None:

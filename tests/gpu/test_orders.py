@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.device import own_device
+from support.host_ranks import HostPools
 from support.ranks import RankPool, RanksFailed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from odc import Settings, fully_shard
-from odc.fsdp import live_roots
+from odc.errors import AbandonedMinibatchError, StaleParametersError
+from odc.fsdp import live_roots, root_of
+from odc.hosts.sums import HostSums
+from odc.net.engines import Engine
 from odc.ranks.worker import load
 
 _HERE = Path(__file__).parent
@@ -30,7 +34,10 @@ import mutations  # noqa: E402 (found by the path above)
 
 
 class Scenario(NamedTuple):
-    """A program: a function of a file of this folder, what it is given after (rank, world), how many ranks run it."""
+    """A program: a function of a file of this folder, what it is given after (rank, world), how many ranks run it.
+
+    `apart`: in processes of its own, as with an `environment` of its own.
+    """
 
     file: str
     function: str
@@ -38,6 +45,7 @@ class Scenario(NamedTuple):
     ranks: int = 2
     hosts: int = 1
     environment: tuple[tuple[str, str], ...] = ()
+    apart: bool = False
 
 
 def _settings(**some: Any) -> Settings:
@@ -64,6 +72,18 @@ SCENARIOS = {
     "rounded sums": Scenario("test_hosts", "sums_in_backward", ("bfloat16",), 4, 2),
     "int8 sums": Scenario("test_hosts", "int8_gradients", ("cuda",), 4, 2),
     "optimizer": Scenario("test_optimizer_stream", "trained", (True,)),
+    "cut short before its add": Scenario("test_orders", "cut_short", (_settings(), "add_part", False)),
+    "cut short after its add": Scenario("test_orders", "cut_short", (_settings(), "add_part", True)),
+    "cut short direct": Scenario(
+        "test_orders", "cut_short", (_settings(accumulate="direct"), "accumulate_all", True)
+    ),
+    "late sums": Scenario("test_orders", "sums_late", (), 2, 2),
+    "landings": Scenario("test_orders", "by_landings", (), 4, 2),
+    "forward aside": Scenario("test_orders", "forward_aside", (), 1),
+    "nvshmem": Scenario(
+        "test_nvshmem", "same", (((1, 1), (2, 1)), _settings(memory="nvshmem", nvshmem_bytes=64 << 20)), 2, 2,
+        apart=True,
+    ),
 }  # fmt: skip
 
 
@@ -79,6 +99,68 @@ def evaluates(rank: int, world: int) -> None:
         model.publish()
     for root in live_roots():
         root.shut_down()
+
+
+def cut_short(rank: int, world: int, settings: Settings, step: str, done: bool) -> None:
+    """Rank 0's push in the first of two minibatches, in which rank 1 has none, fails at a step of its mover: when that
+    is `done`, or before.
+    """
+    device = own_device(rank)
+    model: Any = fully_shard(nn.Linear(64, 64).to(device), mesh=init_device_mesh("cuda", (world,)), settings=settings)
+    mover = root_of(model).layout.mover
+    run = getattr(mover, step)
+
+    def fail(*args: Any) -> None:
+        if done:
+            run(*args)
+        raise ValueError("cut short")
+
+    for number in range(2):
+        with contextlib.suppress(AbandonedMinibatchError), pytest.MonkeyPatch.context() as patch, model.minibatch():
+            if (rank, number) == (0, 0):
+                patch.setattr(mover, step, fail)
+            if (rank, number) != (1, 0):
+                model(torch.ones(8, 64, device=device)).sum().backward()
+    for root in live_roots():
+        root.shut_down()
+
+
+def forward_aside(rank: int, world: int) -> None:
+    """A forward behind a change of weights has a stream of its own. As the root is unsharded it fetches nothing, and no
+    backward follows.
+    """
+    device = own_device(rank)
+    model: Any = fully_shard(
+        nn.Linear(64, 64).to(device), mesh=init_device_mesh("cuda", (world,)), settings=_settings()
+    )
+    x, stream = torch.ones(8, 64, device=device), torch.cuda.Stream(device)
+    shard = model.weight.to_local().detach()
+    with contextlib.suppress(StaleParametersError), model.minibatch():
+        model(x)
+        shard.add_(1.0)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            model(x)
+    for root in live_roots():
+        root.shut_down()
+
+
+def _same(*args: Any) -> None:
+    load("scenario_test_hosts", str(_HERE / "test_hosts.py"), "same")(*args)
+
+
+def sums_late(rank: int, world: int) -> None:
+    """All sums are rounded at the end, as where the daemon comes to none of them before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostSums, "announce", lambda sums: False)
+        _same(rank, world, ((1, 1), (2, 1)), _settings(sums_dtype="bfloat16"), (2,))
+
+
+def by_landings(rank: int, world: int) -> None:
+    """Between hosts what peers of this host are to have is read as by an engine that does not reach their memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "only_into_own", True)
+        _same(rank, world, _COUNTS, _settings(), (4,))
 
 
 def mutated(rank: int, world: int, mutation: str, scenario: Scenario) -> None:
@@ -99,7 +181,11 @@ def test_without_it_the_checker_reports(
     entry = mutations.table()[mutation]
     scenario = SCENARIOS[entry.scenario]
     if scenario.hosts > 1:
-        pool = request.getfixturevalue("host_ranks")(scenario.hosts, scenario.ranks // scenario.hosts)
+        pools = request.getfixturevalue("host_ranks")
+        if scenario.apart:
+            pools = HostPools()
+            request.addfinalizer(pools.close)
+        pool = pools(scenario.hosts, scenario.ranks // scenario.hosts)
     elif scenario.environment:
         pool = RankPool(scenario.ranks, scenario.environment)
         request.addfinalizer(pool.close)

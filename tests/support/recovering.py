@@ -166,7 +166,10 @@ def train(
         fate.watch(driver_memory, "map_shared", "map")
     with odc.Recovery(**{"rejoin_s": 60, **(options or {})}) as recovery:
         fate.step = recovery.step
-        settings = Settings(reproducible=True, timeout_s=60, check_protocol=True, changes=work.changes)
+        settings = Settings(
+            reproducible=True, timeout_s=60, check_protocol=True, changes=work.changes,
+            copy_engine_bytes=1,  # on a device: by the copy engine, as pieces of large models go
+        )  # fmt: skip
         model: Any = model_of(work.width).to(work.device)
         for block in model[:2]:
             fully_shard(block, settings=settings)
