@@ -143,16 +143,10 @@ def test_a_resumed_run_with_pieces_and_unequal_counts_trains_as_fsdp2_without_a_
     assert rest.counts[0] != rest.counts[1], "ranks ran equally many microbatches"
 
 
-def with_critic(inputs: Path, strategy: str) -> dict[str, Any]:
-    """PPO with a value head, four steps; the actor trains adapters, which vLLM gets merged.
-
-    Without KL: for the reference verl 0.9 turns adapters off, and then fails as it does that in the critic, too.
-    """
-    return {
-        f"{ACTOR}.use_kl_loss": False,
+def with_critic(inputs: Path, strategy: str, **changes: Any) -> dict[str, Any]:
+    """PPO with a value head, four steps."""
+    return TASK | {
         "algorithm.adv_estimator": "gae",
-        "actor_rollout_ref.model.lora_rank": 4,
-        "actor_rollout_ref.model.lora.merge": True,
         "critic.strategy": strategy,
         "critic.model.path": inputs / "model",
         "critic.model.enable_gradient_checkpointing": False,
@@ -161,15 +155,26 @@ def with_critic(inputs: Path, strategy: str) -> dict[str, Any]:
         "critic.fsdp.use_torch_compile": False,
         "+critic.fsdp.mixed_precision.param_dtype": "fp32",
         "trainer.total_training_steps": 4,
+        **{f"trainer.{name}": value for name, value in changes.items()},
     }
 
 
 @pytest.mark.thorough
-def test_ppo_with_a_critic_and_adapters_goes_on_from_a_checkpoint_of_fsdp2(inputs) -> None:
-    theirs = train(inputs, "fsdp2-critic", "fsdp2", with_critic(inputs, "fsdp2") | {"trainer.save_freq": 2})
-    ours = train(inputs, "critic", "odc", with_critic(inputs, "odc") | resumed(inputs, "fsdp2-critic"))
-    names = [*(name for name in ALIKE if name != "actor/kl_loss"), "critic/vf_loss", "critic/grad_norm"]
-    alike(ours.steps, theirs.steps[2:], names)
+def test_ppo_with_a_critic_goes_on_from_a_checkpoint_as_fsdp2_without_a_stop(inputs) -> None:
+    whole = train(inputs, "fsdp2-critic", "fsdp2", with_critic(inputs, "fsdp2"))
+    begun = train(inputs, "critic", "odc", with_critic(inputs, "odc", save_freq=2, total_training_steps=2))
+    saved = inputs / "critic" / "checkpoints" / "global_step_2"
+    resume = {"resume_mode": "resume_path", "resume_from_path": saved}
+    rest = train(inputs, "resumed-critic", "odc", with_critic(inputs, "odc", **resume))
+    alike(begun.steps + rest.steps, whole.steps, [*ALIKE, "critic/vf_loss", "critic/grad_norm"])
+
+
+@pytest.mark.thorough
+def test_lora_adapters_reach_the_rollouts_merged(inputs) -> None:
+    model = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora.merge": True}
+    theirs = train(inputs, "fsdp2-lora", "fsdp2", model)
+    ours = train(inputs, "lora", "odc", model)
+    alike(ours.steps, theirs.steps)
     assert max(one["training/rollout_probs_diff_max"] for one in ours.steps) < 1e-4, "rollouts had stale weights"
 
 
