@@ -39,16 +39,6 @@ def test_every_part_is_timed_and_its_skips_are_counted(tmp_path: Path) -> None:
     assert parts["tests, emulated CUDA"][0] == 2 * 4, "with two versions of torch"
 
 
-def test_versions_of_torch_take_turns(tmp_path: Path) -> None:
-    """The one of .venv runs over emulated CUDA alone."""
-    table(tmp_path, failing="nothing")
-    asked = (tmp_path / "asked").read_text()
-    (turn,) = set(re.findall(r"--turn (\d+)", asked))
-    expected = ["2.11.0", "2.13.0"] if int(turn) % 2 else ["2.11.0", "2.15.0"]
-    assert re.findall(r"^test-emulated TORCH=(\S+)", asked, re.MULTILINE) == expected
-    assert sorted(re.findall(r"^test-torch TORCH=(\S+)", asked, re.MULTILINE)) == sorted({*expected} - {"2.13.0"})
-
-
 def test_a_version_that_fails_over_emulated_cuda_is_not_lost(tmp_path: Path) -> None:
     code, parts = table(tmp_path, failing="test-emulated TORCH=2.11.0")
     assert code == 2 and parts["tests, emulated CUDA"] == (7, "failed")
