@@ -58,7 +58,10 @@ def parallelize(
     if not hasattr(model, "layers"):
         refuse_setting(f"sharding to {type(model).__name__}", "it is no decoder with layers")
     if torch.are_deterministic_algorithms_enabled():  # debug.deterministic
-        settings = dataclasses.replace(settings or Settings(), reproducible=True)
+        settings = settings or Settings()
+        if settings.sums_dtype != "accumulator":
+            refuse_setting("debug.deterministic with rounded sums", 'leave it out, or sums_dtype="accumulator"')
+        settings = dataclasses.replace(settings, reproducible=True)
     checkpointing = None if ac_config is None else ac_config.build(dump_folder=dump_folder)
     encoder = getattr(model, "vision_encoder", None)  # it stays in the root
     for stack in (model,) if encoder is None else (model, encoder):

@@ -99,7 +99,8 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     model._is_accelerate_prepared = True  # accelerate's own mark: do not wrap it in DDP
     model.no_sync = lambda: _no_sync(model)  # `accelerator.no_sync(model)` calls it
     # By these a Trainer finds how labels are shifted, and save_pretrained the code of a model that has its own.
-    type(model).__name__, type(model).__module__ = made.__name__, made.__module__
+    for attribute in ("__name__", "__qualname__", "__module__"):
+        setattr(type(model), attribute, getattr(made, attribute))
     generate_alone(model)
     if not AcceleratorOptions.known():
         _refuse_late_accelerator(model)
@@ -186,7 +187,9 @@ class OdcTrainer(RecoveringTrainer):
             refuse_setting("model_init", "pass the model itself, because it is sharded once")
         if any(one is not None for one in options.get("optimizers", ())):
             refuse_setting("optimizers made before the model is sharded", "use optimizer_cls_and_kwargs")
-        if not given:  # TRL's Trainers take a reference or rewards next
+        if len(given) == 1 and isinstance(given[0], TrainingArguments):
+            args, given = given[0], ()  # next to the model, also where TRL's Trainers take a reference or rewards
+        if not given:
             options["model"] = model
         if args is not None:
             options["args"] = args
@@ -198,6 +201,8 @@ class OdcTrainer(RecoveringTrainer):
         self._scaled: ScaledLoss | None = None
         with alone(recovery), without_communicator(args):
             super().__init__(*((model, *given) if given else ()), **options)
+        if self.model_init is not None or self.optimizer is not None:  # by position
+            refuse_setting("model_init or optimizers", "pass a model, and optimizer_cls_and_kwargs")
         refuse_arguments(self.args)
         if split and max_tokens is None:
             raise ConfigError("split=True needs max_tokens, the most tokens of a microbatch and of a piece")

@@ -96,7 +96,8 @@ class OdcWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Read and load all weights of a version. Waits until every rank has published it.
 
         Raises StaleVersionError if the ranks publish anew meanwhile; ConfigError if vLLM's model has parameters that
-        none of the weights is for; what `odc.handover.read_groups` and the model's `load_weights` raise.
+        none of the weights is for, unless the ranks leave some out; what `odc.handover.read_groups` and the model's
+        `load_weights` raise.
         """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
@@ -107,10 +108,12 @@ class OdcWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._reader is None:
             raise ConfigError("weights are to be updated before init_weight_transfer_engine has given a handle")
         self.model.load_weights(self._weights(self._reader, update_info.version))
-        if self.model_config.quantization is None and (missing := self._missing()):  # else scales may stay as they are
+        # Scales of a quantized model may stay as they are, and so may what the ranks do not publish.
+        strict = self.model_config.quantization is None and not self._reader.left_out
+        if strict and (missing := self._missing()):
             raise ConfigError(
-                f"{len(missing)} parameters of vLLM's model are not in the model that the ranks train, first "
-                f"{missing[0]}; start vLLM with that model's configuration"
+                f"nothing has come for {len(missing)} parameters of vLLM's model, first {missing[0]}: start vLLM with "
+                "the configuration of the model that the ranks train; or this model cannot load them anew"
             )
 
     def _weights(self, reader: Reader, version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -120,7 +123,7 @@ class OdcWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _missing(self) -> list[str]:
         """Names of parameters for which nothing has come since the update began. Those that a layer shares with another
-        that has got them, as a tied head does, are not missing.
+        that has got them, as a tied head does, are not missing; biases, of which vLLM notes nothing, are never found.
         """
         begun = [
             (layer, info.restore_metadata[0], info.kernel_tensors[0], {name for name, _ in info.loaded_weights})

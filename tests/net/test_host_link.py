@@ -155,7 +155,7 @@ def joined_here() -> Iterator[tuple[HostLink, socket.socket]]:
         ours = socket.create_connection(listener.getsockname(), 60.0)
         theirs, _ = listener.accept()
     ours.settimeout(None)
-    link = HostLink(0, ours)
+    link = HostLink(0, ours, 60.0)  # a window that is full for long loses no link on a busy machine
     with theirs:
         theirs.settimeout(60.0)
         yield link, theirs

@@ -89,11 +89,12 @@ def _width(data: Any, config: Any) -> str:
 
 
 def owners_of(lengths: Lengths, cost: Cost, group_size: int = 1) -> list[list[int]]:
-    """The rank that should compute each row, by the rank that has it; every rank gets some. A pure function.
+    """The rank that should compute each row, by the rank that has it. A pure function.
 
-    Parts of nearly equal cost go to ranks so that many tokens stay where they are. No row moves if that would save less
-    than 1% of the longest rank's cost. `cost` is that of a row by its length; `group_size`, the number of consecutive
-    rows that stay together, divides each rank's number of rows. Raises PlanError if there are fewer groups than ranks.
+    Parts of nearly equal cost, none of them empty, go to ranks so that many tokens stay where they are. No row moves if
+    that would save less than 1% of the longest rank's cost. `cost` is that of a row by its length; `group_size`, the
+    number of consecutive rows that stay together, divides each rank's number of rows. Raises PlanError if there are
+    fewer groups than ranks.
     """
     ranks = len(lengths)
     homes = [rank for rank, rows in enumerate(lengths) for _ in range(len(rows) // group_size)]
