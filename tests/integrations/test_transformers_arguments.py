@@ -157,8 +157,10 @@ def test_what_is_given_by_position_comes_to_the_trainer_behind(behind: tuple[str
     for place, named in (((*behind, args), {}), (behind, {"args": args})):
         with pytest.raises(Given) as caught:
             OdcTheirs("model", *place, train_dataset="rows", **named)
-        first = {} if place else {"model": "model"}
-        assert caught.value.args == (("model", *place) if place else (), {"train_dataset": "rows"} | first | named)
+        if behind:
+            assert caught.value.args == (("model", *place), {"train_dataset": "rows"} | named)
+        else:  # arguments may stand next to the model whatever stands there behind
+            assert caught.value.args == ((), {"train_dataset": "rows", "model": "model", "args": args})
     args.fp16 = True
     with pytest.raises(ConfigError, match="fp16"):
         OdcTheirs("model", *behind, args)
