@@ -219,7 +219,7 @@ class Seeing(torch.nn.Module):
         self.vision_encoder.layers = torch.nn.ModuleDict({"0": torch.nn.Linear(2, 2)})
 
 
-def checkpointed(rank: int, world: int, folder: Path) -> list[str]:
+def parallelized(rank: int, world: int, folder: Path, settings: Any = None) -> list[str]:
     """Classes of a block of each stack."""
     as_torchrun(rank, world)
     config = configured(folder, {})
@@ -236,10 +236,29 @@ def checkpointed(rank: int, world: int, folder: Path) -> list[str]:
         compile_config=config.compile,
         ac_config=FullAC.Config(),
         dump_folder="",
+        settings=settings,
     )
     return [type(stack.layers["0"]).__name__ for stack in (model, model.vision_encoder)]
 
 
 def test_blocks_of_a_vision_encoder_are_recomputed_too(ranks, tmp_path) -> None:
-    decoder, encoder = ranks(2).run(checkpointed, tmp_path)[0]
+    decoder, encoder = ranks(2).run(parallelized, tmp_path)[0]
     assert "CheckpointWrapper" in decoder and encoder == "CheckpointWrapper"
+
+
+def rounded(rank: int, world: int, folder: Path) -> str:
+    from odc import Settings
+    from odc.errors import ConfigError
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        parallelized(rank, world, folder, Settings(sums_dtype="int8"))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return ""
+
+
+def test_rounded_sums_are_refused_where_the_run_is_deterministic(ranks, tmp_path) -> None:
+    assert "debug.deterministic with rounded sums" in ranks(2).run(rounded, tmp_path)[0]
