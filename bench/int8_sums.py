@@ -4,13 +4,12 @@ Run as root, as `OMP_NUM_THREADS=1 python -m bench.int8_sums --results bench/res
 cores). Hosts are network namespaces of this machine, with real ranks on them.
 
 Two models are trained by AdamW on the sources of Python's standard library: that of `odc compare --demo`, and a Qwen2
-of 36M parameters; the rate of learning rises for a twentieth of the steps and falls to nothing as a cosine. The arms of
-a model begin with the same weights and take the same tokens, in fp32, and take their steps in turn. Trainings that
-differ in one bit part in time, so a distance means something only beside that of a control: "fp32, nudged" has fp32
-sums, and weights that differ by 1e-6 at the beginning. (At a rate that stays as it is, the losses of 50 steps of two
-such trainings of the larger model differ by up to two thousandths, which hides what int8 does.) "Mean distance"
-compares the means of 50 steps each. Shards cross whole in every step, and "sums MB" are what a host sends less those,
-with all headers.
+of 36M parameters; the learning rate rises for a twentieth of the steps and falls to zero along a cosine. The arms of a
+model begin with the same weights and take the same tokens, in fp32, and take their steps in turn. Trainings that differ
+in one bit part in time, so a distance means something only beside that of a control: "fp32, nudged" has fp32 sums, and
+weights that differ by 1e-6 at the beginning. (At a constant rate, the losses of 50 steps of two such trainings of the
+larger model differ by up to two thousandths, which hides what int8 does.) "Mean distance" compares the means of 50
+steps each. Shards cross whole in every step, and "sums MB" are what a host sends less those, with all headers.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def main() -> None:
         steps=(1000, "of the demo's model"),
         large_steps=(300, "of the larger model"),
         tokens=(64, "of a rank and step"),
-        rate=(3e-4, "of learning, at its highest"),
+        rate=(3e-4, "learning rate, at its highest"),
         per_host=(1, "ranks"),
         seeds=(3, "of the weights and of the order of the text, from 0 on"),
     )

@@ -95,12 +95,15 @@ def _reducing_in_fp64(module: Any, mp_policy: MixedPrecisionPolicy, **options: A
 # what is done to a model; each ends with a step, after which no rank reads --------------------------------------------
 
 
-def trained(arm: Arm) -> Result:
-    model, optimizer = arm.new()
+def four_steps(arm: Arm, model: Any, optimizer: torch.optim.Optimizer) -> Result:
     seen: Result = {}
     for number in range(4):
         seen |= arm.step(model, optimizer, number)
     return {**seen, **own_parameters(model)}
+
+
+def trained(arm: Arm) -> Result:
+    return four_steps(arm, *arm.new())
 
 
 def evaluated(arm: Arm) -> Result:
@@ -209,11 +212,7 @@ def of_many_dtypes(arm: Arm) -> Result:
         policy = MixedPrecisionPolicy(dtype, torch.float32, output_dtype=torch.bfloat16)
         arm.shard(layer, mesh=arm.mesh, mp_policy=policy)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
-    model, optimizer = arm.keep(arm.shard(model, mesh=arm.mesh, mp_policy=policy), lr=1e-5)
-    seen: Result = {}
-    for number in range(4):
-        seen |= arm.step(model, optimizer, number)
-    return {**seen, **own_parameters(model)}
+    return four_steps(arm, *arm.keep(arm.shard(model, mesh=arm.mesh, mp_policy=policy), lr=1e-5))
 
 
 class Row(NamedTuple):

@@ -166,6 +166,21 @@ def test_what_is_given_by_position_comes_to_the_trainer_behind(behind: tuple[str
         OdcTheirs("model", *behind, args)
 
 
+def test_an_optimizer_that_is_given_by_position_is_refused_too(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class Theirs(Trainer):  # type: ignore[misc]
+        def __init__(self, model: Any, optimizer: Any, args: Any) -> None:
+            self.model_init, self.optimizer = None, optimizer
+
+    class OdcTheirs(OdcTrainer, Theirs): ...
+
+    with pytest.raises(ConfigError, match="model_init or optimizers"):
+        OdcTheirs("model", "optimizer", arguments(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
