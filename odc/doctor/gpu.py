@@ -75,7 +75,7 @@ def peer_memory() -> str:
     """
     import torch
 
-    from odc.memory import driver_memory
+    from odc.memory import device_links, driver_memory
     from odc.memory.driver_calls import DriverError
 
     torch_cuda()
@@ -90,7 +90,7 @@ def peer_memory() -> str:
         try:
             made.fill_(7)
             torch.cuda.synchronize(maker)
-            capable &= driver_memory.is_gpudirect_capable(made)
+            capable &= device_links.is_gpudirect_capable(made)
             for user in devices:
                 fault = _mapping_fault(descriptor, made.numel(), user)
                 if fault:

@@ -59,9 +59,10 @@ class CudaHeap(NamedHeap):
         with self._atomic:
             if self._adds_atomically is None:
                 # A rank that adds under a lock must not meet one that takes none.
-                texts = [self._device_text(member).split() for member in self._members]
-                devices = {device for device, *_ in texts}
-                self._adds_atomically = all(devices <= set(reached) for _, *reached in texts)
+                regions = (self._host.tensor(member, _DEVICE_REGION, torch.uint8) for member in self._members)
+                described = [bytes(one.numpy()).partition(b"\0")[0].decode().split() for one in regions]
+                devices = {device for device, *_ in described}
+                self._adds_atomically = all(devices <= set(reached) for _, *reached in described)
             return self._adds_atomically
 
     @adds_atomically.setter
@@ -86,20 +87,21 @@ class CudaHeap(NamedHeap):
         if self.sealed:
             raise OdcError(f"{self._who()}: a heap can be sealed only once")
         layout = Layout.build(list(self._requests.values()), fingerprint)
-        local = self._create(layout.nbytes)  # zeroed before peers can attach to the words, which announce it
+        local = self._create(layout.nbytes)
         self._host.allocate(_DEVICE_REGION, _DEVICE_BYTES, words=True)
         # Peers compare their layouts when they attach to the words, before anything is mapped.
         listed = ", ".join(f"{request.name!r} of {request.nbytes} bytes" for request in self._order)
         try:
+            local.zero_()
+            self.lanes.settle()  # before peers can attach to the words, which announce it
             self._host.seal(f"{fingerprint!r}; words and data: {listed}")
         except BaseException:
             self._host.close()  # and the descriptor of `local`
             raise
         device, reached = self._described()
         text = " ".join([device, *(reached if self._mover_is_atomic else ())]).encode()[:_DEVICE_BYTES]
-        self._host.tensor(self.me, _DEVICE_REGION, torch.uint8)[: len(text)].copy_(
-            torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        )
+        region = self._host.tensor(self.me, _DEVICE_REGION, torch.uint8).numpy()
+        region[: len(text)] = memoryview(text)
         self._bases[self.me], self._layout = local, layout
 
     def _described(self) -> tuple[str, list[str]]:
@@ -108,12 +110,8 @@ class CudaHeap(NamedHeap):
             return str(self.device), [str(self.device)]
         return device_links.device_uuid(self.device.index), device_links.atomic_peers(self.device)
 
-    def _device_text(self, member: int) -> str:
-        text = self._host.tensor(member, _DEVICE_REGION, torch.uint8).numpy().tobytes()
-        return text.partition(b"\0")[0].decode()
-
     def _create(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes]: this rank's memory, zeroed. Raises HeapMemoryError if it does not fit."""
+        """uint8 [nbytes]: this rank's memory, not filled. Raises HeapMemoryError if it does not fit."""
         try:
             local, fd = self._allocate(nbytes)
         except DriverError as error:
@@ -128,8 +126,6 @@ class CudaHeap(NamedHeap):
                 f"MiB free: {error}; use more ranks, a smaller model or smaller staging blocks"
             ) from error
         self._host.other_fds = (fd,)
-        local.zero_()
-        torch.cuda.current_stream(self.device).synchronize()  # before any peer can read it
         return local
 
     def _allocate(self, nbytes: int) -> tuple[torch.Tensor, int]:

@@ -1,4 +1,4 @@
-"""What CUDA's driver says of the links between this host's devices."""
+"""What CUDA's driver says of the links of this host's devices, to each other and to network cards."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def atomic_peers(device: torch.device) -> list[str]:
     here = device.index
     numbers = range(torch.cuda.device_count())
     return [device_uuid(number) for number in numbers if number == here or native_atomics(here, number)]
+
+
+def is_gpudirect_capable(memory: torch.Tensor) -> bool:
+    """Whether a network card may be given this memory; RDMA libraries fail to register it otherwise."""
+    attribute = bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE
+    return bool(call("cuPointerGetAttribute", attribute, memory.data_ptr()))
 
 
 @cache

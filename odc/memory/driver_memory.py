@@ -30,7 +30,6 @@ def allocate(nbytes: int, device: torch.device) -> tuple[torch.Tensor, int]:
         undo.callback(call, "cuMemRelease", handle)
         fd = int(call("cuMemExportToShareableHandle", handle, wanted.requestedHandleTypes, 0))
         os.set_inheritable(fd, False)
-        undo.callback(os.close, fd)
         undo.pop_all()
     try:
         return _mapped(handle, nbytes, device, writable=True), fd
@@ -47,12 +46,6 @@ def map_shared(fd: int, nbytes: int, device: torch.device, *, writable: bool = T
     """
     handle = call("cuMemImportFromShareableHandle", fd, _properties(device).requestedHandleTypes)
     return _mapped(handle, nbytes, device, writable=writable)
-
-
-def is_gpudirect_capable(memory: torch.Tensor) -> bool:
-    """Whether a network card may be given this memory; RDMA libraries fail to register it otherwise."""
-    attribute = bindings().CUpointer_attribute.CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE
-    return bool(call("cuPointerGetAttribute", attribute, memory.data_ptr()))
 
 
 def _properties(device: torch.device) -> Any:

@@ -34,10 +34,7 @@ class NvshmemHeap(CudaHeap):
 
     def _create(self, nbytes: int) -> torch.Tensor:
         self._library, offset = self._place(nbytes)
-        local = self._library.view(self._library.base + offset, nbytes)
-        local.zero_()
-        torch.cuda.current_stream(self.device).synchronize()  # before any peer can read it
-        return local
+        return self._library.view(self._library.base + offset, nbytes)
 
     def _map(self, member: int) -> torch.Tensor:
         local = self.whole(self.me)

@@ -130,7 +130,7 @@ def test_memory_for_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_memory, "allocate", files.allocate)
     monkeypatch.setattr(driver_memory, "map_shared", files.map_shared)
     for capable, found in ((True, "; GPUDirect"), (False, "; no GPUDirect: between hosts it goes by the processor")):
-        monkeypatch.setattr(driver_memory, "is_gpudirect_capable", lambda memory, capable=capable: capable)
+        monkeypatch.setattr(device_links, "is_gpudirect_capable", lambda memory, capable=capable: capable)
         assert gpu.peer_memory() == f"made and mapped{found}"
     monkeypatch.setattr(driver_memory, "map_shared", lambda fd, nbytes, device: torch.zeros(nbytes, dtype=torch.uint8))
     assert found_by(gpu.peer_memory) == "broken: cuda:0: what was written to memory is not in its mapping"

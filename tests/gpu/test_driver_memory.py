@@ -18,7 +18,7 @@ from support.device import EMULATED, cuda_group
 from support.ranks import RankPool
 
 from odc.doctor import gpu
-from odc.memory import driver_memory
+from odc.memory import device_links, driver_memory
 from odc.memory.driver_calls import DriverError
 
 NBYTES = (3 << 20) + 100
@@ -164,7 +164,7 @@ sys.path.insert(0, {str(TESTS)!r})
 import torch
 from support.device import own_device
 from odc.doctor import gpu
-from odc.memory import driver_memory
+from odc.memory import device_links, driver_memory
 
 passing = socket.socket(fileno=int(sys.argv[2]))
 device = own_device(0)
@@ -239,7 +239,7 @@ def on_devices_of_their_own(rank: int, world: int) -> tuple[bool, list[float]]:
         torch.distributed.barrier()
         both = (mine + peer).tolist()
         torch.distributed.barrier()
-        return driver_memory.is_gpudirect_capable(mine) and driver_memory.is_gpudirect_capable(peer), both
+        return device_links.is_gpudirect_capable(mine) and device_links.is_gpudirect_capable(peer), both
 
 
 @pytest.mark.parametrize("gpudirect", [True, False])

@@ -74,16 +74,17 @@ def test_a_peer_is_mapped_once_at_its_first_use_and_no_rank_waits_for_another(ra
     assert found == [["first look", *(f"map {(rank + step) % 3}" for step in (1, 2))] for rank in range(3)]
 
 
+def of_devices() -> int:
+    """Descriptors of device memory that this process holds."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found += "memfd:device" in os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
 def closes_descriptors(rank: int, world: int, identity: str) -> None:
     """Those of peers when their memory is mapped, all others with the heap; forked children have none."""
-
-    def of_devices() -> int:
-        found = 0
-        for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-                found += "memfd:device" in os.readlink(f"/proc/self/fd/{fd}")
-        return found
-
     with without_a_device(identity, tuple(range(world)), rank, DEADLINE_S) as heap:
         heap.allocate("flags", 64, words=True)
         heap.allocate("data", 64)
@@ -106,6 +107,23 @@ def closes_descriptors(rank: int, world: int, identity: str) -> None:
 
 def test_descriptors_of_device_memory_are_closed(ranks) -> None:
     ranks(3).run(closes_descriptors, uuid.uuid4().hex[:12])
+
+
+class Broken:
+    """Lanes of a device that stops working."""
+
+    def settle(self) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+@on_ranks(1)
+def test_a_heap_that_cannot_be_filled_with_zeros_keeps_no_descriptor(rank: int, world: int) -> None:
+    with without_a_device("broken", (rank,), rank, DEADLINE_S) as heap:
+        heap.lanes = Broken()  # type: ignore[assignment]
+        heap.allocate("data", 64)
+        with pytest.raises(RuntimeError, match="unspecified launch failure"):
+            heap.seal()
+        assert of_devices() == 0 and not heap.sealed
 
 
 class Refusal(int):

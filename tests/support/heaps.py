@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,7 +106,6 @@ def without_a_device(identity: str, ranks: tuple[int, ...], me: int, deadline_s:
     patch = pytest.MonkeyPatch()
     patch.setattr(cuda, "driver_memory", MemoryFiles())
     patch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 31))
-    patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
     try:
         outer: list[SymmetricHeap] = []
         with shm_group(identity, ranks, me, deadline_s, outer) as host:
