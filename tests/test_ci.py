@@ -8,6 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 MAKE = """#!/bin/sh
 echo "$*" >> "$(dirname "$0")/asked"
@@ -20,10 +22,11 @@ esac
 """
 
 
-def table(folder: Path, failing: str) -> tuple[int, dict[str, tuple[int, str]]]:
+def table(folder: Path, failing: str, commits: int = 1) -> tuple[int, dict[str, tuple[int, str]]]:
     """The exit code, and of each part its skipped tests and whether it failed."""
-    (folder / "make").write_text(MAKE.replace("{failing}", failing))
-    (folder / "make").chmod(0o755)
+    for name, text in (("make", MAKE.replace("{failing}", failing)), ("git", f"#!/bin/sh\necho {commits}\n")):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run([ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True, check=False)
     _, _, rows = done.stdout.rpartition("part ")
@@ -63,10 +66,17 @@ def test_the_parts_after_the_quick_one_end_in_time(tmp_path: Path) -> None:
     assert moments[0] > 3600 and moments[-1] < 5400 - 300, "of 90 minutes; a test that has begun may take minutes"
 
 
-def test_no_environment_of_another_torch_or_python_outlives_its_last_test(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("commits", "emulated"), [(1, "2.13.0"), (2, "2.15.0")])
+def test_no_environment_of_another_torch_or_python_outlives_its_last_test(
+    tmp_path: Path, commits: int, emulated: str
+) -> None:
     """All at once they took more than the disk of a runner has."""
-    table(tmp_path, failing="nothing")
+    table(tmp_path, failing="nothing", commits=commits)
     asked = (tmp_path / "asked").read_text().splitlines()
+    assert [line.split()[1] for line in asked if line.startswith("test-emulated")] == [
+        "TORCH=2.11.0",
+        f"TORCH={emulated}",
+    ]
     dropped = {line.removeprefix("drop NAME="): at for at, line in enumerate(asked) if line.startswith("drop ")}
     used = {
         f"torch-{found[1]}": at
@@ -74,5 +84,5 @@ def test_no_environment_of_another_torch_or_python_outlives_its_last_test(tmp_pa
         if (found := re.search(r"^test\S* .*TORCH=(\S+)", line))
     }
     used |= {found[1]: at for at, line in enumerate(asked) if (found := re.search(r"VENV=\.venv-(\S+)", line))}
-    assert used.keys() == dropped.keys() and len(used) == 3
+    assert used.keys() == dropped.keys() == {"python3.13", "torch-2.11.0", "torch-2.15.0", f"torch-{emulated}"}
     assert all(used[name] < at for name, at in dropped.items())
