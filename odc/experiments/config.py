@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from odc.arms import ARM_NAMES, ArmName, arm_named
@@ -142,6 +142,10 @@ class JobConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, _LEAST)
+        for one in fields(self):
+            other, stated = _NEEDS.get(one.name, ("", ""))
+            if other and getattr(self, one.name) != one.default and not getattr(self, other):
+                raise ConfigError(f"{one.name} needs {stated}")
         if self.lr == 0 or self.timeout_s == 0 or self.eps == 0:
             raise ConfigError("lr, eps and timeout_s must be above 0")
         if self.min_lr > 1:
@@ -152,20 +156,14 @@ class JobConfig:
             raise ConfigError(f"lora_dropout must be below 1, not {self.lora_dropout!r}")
         if self.merge and (not self.lora or self.export is None):
             raise ConfigError("merge adds adapters (--lora) into an exported model (--export)")
-        if self.valid_every and self.valid is None:
-            raise ConfigError("valid_every needs a validation set (--valid)")
         if self.warmup > self.steps:
             raise ConfigError(f"warmup ({self.warmup} steps) is longer than the job ({self.steps} steps)")
-        if self.save_every and self.output is None:
-            raise ConfigError("save_every needs an output folder (--output)")
         if self.slow is not None and self.device != "cpu":
             raise ConfigError("slow emulates a slower processor; it says nothing about a CUDA device")
         if self.recover and (self.device != "cpu" or self.arm not in ("odc", "odc-equal", "odc-dynamic")):
             raise ConfigError(f"recover is for arms odc, odc-equal and odc-dynamic on the cpu, not {self.arm}")
-        if self.keep == "buddy" and not self.recover:
-            raise ConfigError("keep=buddy is for a job that survives deaths (--recover)")
-        if self.fewest and (not self.recover or self.fewest > self.ranks or self.rejoin_s <= 0):
-            raise ConfigError("fewest is for a job that survives deaths (--recover), at most its ranks; rejoin_s > 0")
+        if self.fewest and (self.fewest > self.ranks or self.rejoin_s <= 0):
+            raise ConfigError(f"fewest is at most the job's {self.ranks} ranks, and rejoin_s above 0")
         self.slowed()
         self._check_nodes()
 
@@ -217,6 +215,15 @@ class JobConfig:
         return asdict(self) | {"betas": list(self.betas)}
 
 
+# Of options that do nothing without another one: that one, and what it is.
+_NEEDS = {
+    "valid_every": ("valid", "a validation set (--valid)"),
+    "save_every": ("output", "an output folder (--output)"),
+    "keep": ("recover", "a job that survives deaths (--recover)"),
+    "fewest": ("recover", "a job that survives deaths (--recover)"),
+    "rejoin_s": ("fewest", "a job that goes on with fewer ranks (--fewest)"),
+    **dict.fromkeys(("lora_alpha", "lora_dropout", "lora_targets"), ("lora", "adapters (--lora)")),
+}
 # Of one microbatch in the queue, at most: names, table and alignment; ids, labels and lengths of int32.
 _OFFER_BYTES, _OFFER_BYTES_PER_TOKEN = 1024, 12
 _LEAST = dict.fromkeys(("ranks", "steps", "minibatch_size"), 1) | {"per_node": 2, "max_tokens": 2, "vocab": 257}

@@ -56,5 +56,5 @@ def test_a_whole_host_comes_back_from_its_buddies(tmp_path: Path) -> None:
 
 
 def test_buddies_without_recovery_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="keep=buddy is for a job that survives deaths"):
+    with pytest.raises(ConfigError, match="keep needs a job that survives deaths"):
         tiny_job(tmp_path, keep="buddy")

@@ -131,7 +131,6 @@ def test_five_steps_train_as_with_fsdp2(inputs, fsdp2, odc) -> None:
     assert len(mine) == 10 and mine != others, "no row has moved to another rank"
 
 
-@pytest.mark.thorough
 @pytest.mark.usefixtures("odc")
 def test_a_resumed_run_with_pieces_and_unequal_counts_trains_as_fsdp2_without_a_stop(inputs, fsdp2) -> None:
     """The policy that is compared with, and the reference, are computed of whole rows, which then must fit."""
