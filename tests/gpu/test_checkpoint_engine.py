@@ -33,10 +33,11 @@ RECEIVER = """
 import os
 import sys
 import time
+from types import SimpleNamespace
 
 import torch
 import zmq
-from checkpoint_engine.worker import update_weights_from_ipc
+from checkpoint_engine.worker import VllmColocateWorkerExtension, update_weights_from_ipc
 
 address, folder, behaviour = sys.argv[1:]
 torch.cuda.set_device(0)
@@ -59,12 +60,29 @@ def finish():
     torch.save({name: tensor.cpu() for name, tensor in loaded.items()}, f"{folder}/received.pt")
 
 
+def by_vllms_extension():  # with doubles for the two names that it takes of vLLM
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    platform = SimpleNamespace(device_type="cuda", get_device_uuid=lambda index: uuid)
+    after_loading = SimpleNamespace(process_weights_after_loading=lambda *of_a_model: finish())
+    sys.modules |= {"vllm.platforms": SimpleNamespace(current_platform=platform)}
+    sys.modules |= {"vllm.model_executor.model_loader.utils": after_loading}
+
+    class Worker(VllmColocateWorkerExtension):
+        device, model_config = torch.device("cuda", 0), None
+        model_runner = SimpleNamespace(model=SimpleNamespace(load_weights=load))
+
+    Worker().update_weights_from_ipc({uuid: address})
+
+
 open(f"{folder}/ready", "w").close()
-update_weights_from_ipc(zmq.Context(), address, 0, run=load, post_hook=finish)
+if behaviour == "vllm":
+    by_vllms_extension()
+else:
+    update_weights_from_ipc(zmq.Context(), address, 0, run=load, post_hook=finish)
 """
 
 
-def receiver(folder: Path, behaviour: str = "load") -> tuple[subprocess.Popen[str], str]:
+def receiver(folder: Path, behaviour: str) -> tuple[subprocess.Popen[str], str]:
     """A process that receives weights once and saves them in the folder, and the address that it connects to."""
     address = f"ipc://{folder}/receiver"
     words = [sys.executable, "-c", RECEIVER, address, str(folder), behaviour]
@@ -73,7 +91,7 @@ def receiver(folder: Path, behaviour: str = "load") -> tuple[subprocess.Popen[st
     return process, address
 
 
-def sends_all(rank: int, world: int, folder: str) -> None:
+def sends_all(rank: int, world: int, folder: str, behaviour: str) -> None:
     model, sharded = numbered(24, own_device(rank), Settings(timeout_s=60.0))
     with torch.no_grad():
         for place, parameter in enumerate(model.parameters()):
@@ -81,7 +99,7 @@ def sends_all(rank: int, world: int, folder: str) -> None:
     sharded.publish()
     text, newest = weight_handle(sharded), version(sharded)
     if rank == 0:
-        process, address = receiver(Path(folder))
+        process, address = receiver(Path(folder), behaviour)
         with Reader(text) as reader:
             whole = reader.read(at_least=newest).tensors
             groups = list[int]()
@@ -100,8 +118,9 @@ def sends_all(rank: int, world: int, folder: str) -> None:
     dist.barrier()
 
 
-def test_a_receiver_loads_what_the_ranks_have_published(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(sends_all, str(tmp_path), timeout=400)
+@pytest.mark.parametrize("behaviour", ["load", "vllm"])
+def test_a_receiver_loads_what_the_ranks_have_published(ranks: Pools, tmp_path: Path, behaviour: str) -> None:
+    ranks(2).run(sends_all, str(tmp_path), behaviour, timeout=400)
 
 
 def ends_by_an_error(rank: int, world: int, folder: str, behaviour: str) -> tuple[str, int, str]:
