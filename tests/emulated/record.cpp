@@ -215,11 +215,13 @@ CUDA_API void emulated_is_python_thread() { record::self().number = uint32_t(sys
 
 CUDA_API uint64_t emulated_name(const char* name) { return record::on() ? record::number_of(name) : 0; }
 
+// A thread that polls a word notes a value once. Of other keys each acquire counts: what was released meanwhile has no
+// other value.
 CUDA_API void emulated_note(unsigned kind, uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
     if (!record::on()) return;
     auto& last = record::self().last;
     const uint64_t one[4] = {a, b, c, 1};
-    const bool polls = record::Kind(kind) == record::Kind::acquire;
+    const bool polls = record::Kind(kind) == record::Kind::acquire && c == uint64_t(record::Key::word);
     if (polls && std::memcmp(last, one, sizeof one) == 0) return;
     record::put(record::Kind(kind), a, b, c, d);
     if (polls) std::memcpy(last, one, sizeof one);

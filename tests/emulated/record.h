@@ -28,6 +28,7 @@ enum class Kind : uint32_t {
     block,     // address, bytes of a block of torch's allocator, 1 if it is given out and 0 if it is given back
 };
 enum class Mode : uint64_t { read, write, atomic };
+enum class Key : uint64_t { word, lock, object, message };
 
 bool on();  // whether this thread's calls are recorded now
 

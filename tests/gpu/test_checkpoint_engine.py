@@ -87,7 +87,8 @@ def receiver(folder: Path, behaviour: str) -> tuple[subprocess.Popen[str], str]:
     address = f"ipc://{folder}/receiver"
     words = [sys.executable, "-c", RECEIVER, address, str(folder), behaviour]
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    until(lambda: (folder / "ready").exists() or process.poll() is not None, "a receiver to begin")
+    ready = folder / "ready"
+    until(lambda: ready.exists() or process.poll() is not None, "a receiver to begin", within_s=240.0)  # imports torch
     return process, address
 
 
@@ -123,6 +124,11 @@ def test_a_receiver_loads_what_the_ranks_have_published(ranks: Pools, tmp_path: 
     ranks(2).run(sends_all, str(tmp_path), behaviour, timeout=400)
 
 
+#: What receivers that ended by an error have read. No later test is given its memory: torch counts who has mapped it,
+#: and the judge of orders does not see that.
+kept: list[dict[str, torch.Tensor]] = []
+
+
 def ends_by_an_error(rank: int, world: int, folder: str, behaviour: str) -> tuple[str, int, str]:
     """Sends to a receiver that behaves so, or "stale" groups. The sender's error, the receiver's exit code, its log."""
     device, place = own_device(rank), Path(folder)
@@ -135,6 +141,7 @@ def ends_by_an_error(rank: int, world: int, folder: str, behaviour: str) -> tupl
         for number, group in enumerate(read_groups(reader, NBYTES, 1, device=device)):
             if number == 1 and behaviour == "stale":
                 raise StaleVersionError("version 2 was published")
+            kept.append(group)
             yield group
 
     with Reader(weight_handle(sharded)) as reader:

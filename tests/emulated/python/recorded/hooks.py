@@ -39,6 +39,7 @@ _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "socket": network.descriptors,
     "torch.distributed.distributed_c10d": network.barriers,
     "triton.runtime.interpreter": kernels.interpreter,
+    "zmq.sugar.socket": network.questions,
 }
 
 

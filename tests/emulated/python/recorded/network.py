@@ -94,6 +94,33 @@ def host_link(module: ModuleType) -> None:
     wrapped(module.HostLink, "receive", receive)
 
 
+def questions(module: ModuleType) -> None:
+    """ZeroMQ's, and their answers: of one asker and one who answers at an address."""
+
+    def key(asked_or_answered: int, one: Any) -> int:
+        address = one.getsockopt_string(module.zmq.LAST_ENDPOINT)
+        return agreed(f"{address}: {'question' if asked_or_answered == module.zmq.REQ else 'answer'}")
+
+    def send(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **named: Any) -> Any:
+            note(RELEASE, key(self.type, self), 0, MESSAGE)
+            return real(self, *args, **named)
+
+        return run
+
+    def receive(real: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **named: Any) -> Any:
+            found = real(self, *args, **named)
+            if self.type in (module.zmq.REQ, module.zmq.REP):
+                note(ACQUIRE, key(module.zmq.REP if self.type == module.zmq.REQ else module.zmq.REQ, self), 0, MESSAGE)
+            return found
+
+        return run
+
+    wrapped(module.Socket, "send", send)
+    wrapped(module.Socket, "recv", receive)
+
+
 def connections(module: ModuleType) -> None:
     """Questions, and their answers as they come."""
 
