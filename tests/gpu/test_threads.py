@@ -62,6 +62,7 @@ def zeroes_on_another_device(rank: int, world: int) -> float:
     other = torch.device("cuda", 1)
     totals = torch.zeros(1 << 20, device=other)
     torch.zeros(1, device="cuda:0").item()
+    torch.cuda.synchronize(other)
     with torch.cuda.stream(torch.cuda.Stream(other)):
         torch.cuda._sleep(500_000_000)
         totals.fill_(1.0)

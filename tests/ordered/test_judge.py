@@ -231,6 +231,22 @@ def test_a_block_that_is_given_back_orders_who_gets_it_next(start: int, nbytes: 
     assert len(judged(made.rows)) == count
 
 
+@pytest.mark.parametrize(("joined", "over", "count"), [(True, True, 0), (True, False, 1), (False, True, 1)])
+def test_a_job_that_is_over_has_dropped_what_another_thread_gives_back(joined: bool, over: bool, count: int) -> None:
+    """Where its thread has seen the end of what it asked a stream for. Another job's end takes nothing of that back."""
+    made = Program()
+    made.task(0, 1, 5, PRIVATE, 8, Mode.READ)
+    made.mark(0, 1, 5)
+    if joined:
+        made.join(0, 1)
+    for thread in (1, 2) if over else (2,):
+        made.rows.append((0, Kind.RELEASE, thread, 0, 0, Key.OBJECT, 0))
+    made.rows.append((0, Kind.BLOCK, 0, BASE + PRIVATE, 16, 0, 0))
+    made.rows.append((0, Kind.BLOCK, 0, BASE + PRIVATE, 16, 1, 0))
+    made.host(0, 0, PRIVATE, 8, Mode.WRITE)
+    assert len(judged(made.rows)) == count
+
+
 def test_memory_that_is_mapped_anew_is_other_memory() -> None:
     made = Program()
     made.host(0, 0, PRIVATE, 8, Mode.WRITE)

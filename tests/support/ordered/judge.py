@@ -191,7 +191,7 @@ class Judge:
             clocks.learn(host, process.marks[a])
         elif kind == Kind.BLOCK:
             if not c:
-                process.blocks.give_back(a, b, clocks.snapshot(host))
+                self._give_back(number, process, host, a, b)
             for clock in process.blocks.give_out(a, b) if c else ():
                 clocks.learn(host, clock)
         elif kind == Kind.MAP:
@@ -203,6 +203,13 @@ class Judge:
                 process.sites[thread] = d
         else:
             self._name(number, process, kind, thread, a, b, c)
+
+    def _give_back(self, number: int, process: _Process, host: int, start: int, nbytes: int) -> None:
+        """The last reference to a block has gone, later than those of jobs that were over before."""
+        clock = self.clocks.snapshot(host)
+        if (dropped := self._orders.get((Key.OBJECT, 0, number))) is not None:
+            np.maximum(clock[: len(dropped)], dropped, out=clock[: len(dropped)])
+        process.blocks.give_back(start, nbytes, clock)
 
     def _name(self, number: int, process: _Process, kind: int, thread: int, a: int, b: int, c: int) -> None:
         if kind == Kind.SITE:
@@ -229,7 +236,7 @@ class Judge:
                 clocks.learn(host, known)
             elif kind == Kind.RELEASE:
                 self._orders[key] = clocks.snapshot(host)
-                if known is not None and c == Key.MESSAGE:  # several threads may send on a connection
+                if known is not None and (c == Key.MESSAGE or not a):  # several threads may send on a connection
                     np.maximum(self._orders[key][: len(known)], known, out=self._orders[key][: len(known)])
             return
         values = self._words[key]

@@ -50,7 +50,7 @@ class Key(IntEnum):
 
     WORD = 0  # an address, and the value
     LOCK = 1  # an address
-    OBJECT = 2  # a number of the process
+    OBJECT = 2  # a number of the process; 0: what its workers' jobs refer to, which each has dropped when it is over
     MESSAGE = 3  # a number that two processes have agreed on
 
 

@@ -18,6 +18,7 @@ ACCESS, MAP, RELEASE, ACQUIRE, ADD, REGION = 2, 7, 8, 9, 10, 11  # kinds of reco
 THREAD, STREAM, PROCESS, PLAIN, SITE = 12, 13, 14, 15, 16
 READ, WRITE, ATOMIC = 0, 1, 2
 WORD, LOCK, OBJECT, MESSAGE = 0, 1, 2, 3  # kinds of keys: a word's or a lock's address; a number of this process; any's
+DROPPED = 0  # in place of an object's number: the references of a job, as Key.OBJECT of tests/support/ordered says
 
 _QUIET_FILES = ("/odc/memory/", "/odc/protocol/wait.py", "/odc/protocol/check.py", "/odc/worker.py", "/odc/trace/")
 _numbers = itertools.count(1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from recorded.notes import ACQUIRE, OBJECT, RELEASE, THREAD, library, name, note, number, wrapped
+from recorded.notes import ACQUIRE, DROPPED, OBJECT, RELEASE, THREAD, library, name, note, number, wrapped
 
 
 def threads() -> None:
@@ -66,6 +66,7 @@ def worker(module: ModuleType) -> None:
                         return work()
                     finally:
                         note(RELEASE, number(self, "recorded_end"), 0, OBJECT)
+                        note(RELEASE, DROPPED, 0, OBJECT)
 
                 self._work = noted
             real(self)
