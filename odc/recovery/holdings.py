@@ -10,7 +10,7 @@ import subprocess
 from odc.recovery import keeper
 from odc.recovery.generations import Generations
 from odc.recovery.members import Agreed, Held, NothingKeptError, Presence, Share
-from odc.recovery.slots import Slots
+from odc.recovery.slots import HolderEndedError, Slots
 
 
 class Holdings(dict[Share, Slots]):
@@ -33,7 +33,7 @@ class Holdings(dict[Share, Slots]):
         """For the others; also what a keeper holds, in a process that holds nothing yet."""
         kept = self._generations.keeper if not self else None
         if kept is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(HolderEndedError):
                 for share, held in kept.held.items():
                     self[share] = Slots.held_by(kept.pid, held.fds, share)
         return {share: Held(slots.fds, slots.steps()) for share, slots in self.items()}
@@ -41,8 +41,8 @@ class Holdings(dict[Share, Slots]):
     def take_own(self, needed: Agreed | None) -> None:
         """Those that a rank of this host holds of the process whose place this one takes; else new ones.
 
-        OSError if that rank has ended since it showed them. NothingKeptError if they do not hold the step that is
-        `needed` of them: the process has begun on another host.
+        HolderEndedError if that rank has ended since it showed them. NothingKeptError if they do not hold the step that
+        is `needed` of them: the process has begun on another host.
         """
         share = self.own_share
         if share in self:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from odc.errors import ConfigError, HeapMemoryError, PeerLostError, UnsupportedE
 from odc.memory import FreeMemory
 from odc.recovery import generations, process_group, slots
 from odc.recovery.generations import GenerationOver
+from odc.recovery.holdings import Holdings
 from odc.recovery.process_group import GenerationGroup
 
 
@@ -191,6 +194,24 @@ def test_too_little_memory_is_an_error_before_the_training(
     monkeypatch.setattr(slots, "free_memory", lambda: FreeMemory(100, "the cgroup"))
     with pytest.raises(HeapMemoryError, match="keeping a rank's state needs"):
         recovery.protect(*trained())
+
+
+@pytest.mark.parametrize("what", [(os, "memfd_create"), (Holdings, "start_keeper")])
+def test_what_this_process_cannot_open_is_not_taken_for_the_end_of_another(
+    environment: None, monkeypatch: pytest.MonkeyPatch, what: tuple[Any, str]
+) -> None:
+    """As a death it would begin one generation after another, without end."""
+    made: Any = dist
+    tried = list[None]()
+
+    def refuse(*unused: object) -> None:
+        assert not tried, "tried again"
+        tried.append(None)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(*what, refuse)
+    with pytest.raises((HeapMemoryError, OSError), match="Too many open files"):
+        odc.Recovery(made.HashStore(), rejoin_s=5.0)
 
 
 def test_a_process_group_that_is_there_is_refused(recovery: odc.Recovery) -> None:
