@@ -88,8 +88,8 @@ class Recovery:
         fewest: int | None = None,
         settings: Settings | None = None,
     ) -> None:
-        if every < 1 or rejoin_s <= 0:
-            raise ConfigError(f"every={every} must be 1 or more, rejoin_s={rejoin_s} more than 0")
+        if every < 1 or not 0 < rejoin_s < float("inf"):
+            raise ConfigError(f"every={every} must be 1 or more, rejoin_s={rejoin_s} more than 0, and finite")
         if keep not in ("host", "buddy"):
             raise ConfigError(f"keep={keep!r} must be 'host' or 'buddy'")
         if dist.is_initialized():

@@ -220,7 +220,15 @@ def test_a_process_group_that_is_there_is_refused(recovery: odc.Recovery) -> Non
         odc.Recovery(made.HashStore())
 
 
-@pytest.mark.parametrize(("options", "message"), [({"every": 0}, "every=0"), ({"rejoin_s": 0.0}, "rejoin_s=0")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"rejoin_s": 0.0}, "rejoin_s=0"),
+        ({"rejoin_s": float("nan")}, "rejoin_s=nan"),
+        ({"rejoin_s": float("inf")}, "rejoin_s=inf"),
+    ],
+)
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         odc.Recovery(**options)
