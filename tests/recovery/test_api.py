@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -85,6 +86,22 @@ def test_another_first_step_than_the_jobs_is_refused(environment: None) -> None:
         model, optimizer = trained()
         with pytest.raises(ConfigError, match="the job began at step 3 and has kept none since, .* gives first=5"):
             recovery.protect(model, optimizer, first=5)
+
+
+def test_an_uncaught_error_names_this_rank_once_in_any_generation(
+    environment: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: Any = dist
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(process_group, "_rank", None, raising=False)
+    with odc.Recovery(made.HashStore(), rejoin_s=5.0) as recovery:
+        recovery.protect(*trained())
+        for _ in range(2):
+            with recovery.attempt():
+                raise GenerationOver
+        error = ValueError("no generation\n\nnor another")
+        sys.excepthook(ValueError, error, None)
+    assert capsys.readouterr().err.endswith("[rank0]: ValueError: no generation\n\n[rank0]: nor another\n")
 
 
 def test_a_step_that_fails_is_not_counted(recovery: odc.Recovery) -> None:
