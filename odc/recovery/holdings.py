@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 
+from odc.errors import UnsupportedError
 from odc.recovery import keeper
 from odc.recovery.generations import Generations
 from odc.recovery.members import Agreed, Held, NothingKeptError, Presence, Share
@@ -103,7 +104,8 @@ class Holdings(dict[Share, Slots]):
         self._keeper = keeper.start([fd for each in held.values() for fd in each.fds], pids, self._keeper_s)
         one.show_keeper(self._keeper.pid, held)
         if before is not None:
-            with contextlib.suppress(OSError, IndexError):  # it has ended, and its number may be another's
+            # It has ended, and its number may be another's, of another user even.
+            with contextlib.suppress(OSError, IndexError, UnsupportedError):
                 share, was = next(iter(before.held.items()))
                 Slots.held_by(before.pid, was.fds, share).close()
                 os.kill(before.pid, signal.SIGKILL)

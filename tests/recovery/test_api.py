@@ -88,6 +88,32 @@ def test_another_first_step_than_the_jobs_is_refused(environment: None) -> None:
             recovery.protect(model, optimizer, first=5)
 
 
+def test_a_keeper_whose_number_is_another_users_process_is_let_be(environment: None, monkeypatch: Any) -> None:
+    made: Any = dist
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    killed, opened = list[int](), os.open
+    with odc.Recovery(made.HashStore(), rejoin_s=5.0) as recovery:
+        recovery.protect(*trained())
+        former = recovery._held._keeper
+        assert former is not None
+        former.kill()
+        former.wait()
+
+        def refuse(path: str, flags: int) -> int:
+            if path.startswith(f"/proc/{former.pid}/"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return opened(path, flags)
+
+        monkeypatch.setattr(os, "open", refuse)
+        monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+        with recovery.attempt():
+            raise GenerationOver
+        monkeypatch.undo()
+        assert recovery.recoveries == 1
+        assert not killed
+        recovery._held.end_keeper()
+
+
 def test_an_uncaught_error_names_this_rank_once_in_any_generation(
     environment: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
