@@ -223,9 +223,9 @@ def abstract(address: str) -> str:
 def list_listeners(prefix: str, table: Path = Path("/proc/net/unix")) -> list[str]:
     """Addresses that start with `prefix` at which a process of this network namespace listens, sorted."""
     found = set()
-    for line in table.read_text().splitlines()[1:]:
-        fields = line.split()  # Num RefCount Protocol Flags Type St Inode Path
-        listens = len(fields) == 8 and int(fields[3], 16) & 0x10000  # __SO_ACCEPTCON
+    for line in table.read_bytes().split(b"\n")[1:]:  # any process may listen at any bytes
+        fields = line.decode("ascii", "replace").split()  # Num RefCount Protocol Flags Type St Inode Path
+        listens = len(fields) == 8 and fields[3] == "00010000"  # __SO_ACCEPTCON
         if listens and fields[7].startswith("@" + prefix):
             found.add(fields[7][1:])
     return sorted(found)

@@ -12,6 +12,7 @@ import errno
 import json
 import resource
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,7 @@ class HostNetwork:
         self._reactor, self._settings, self._torch_store, self._check = reactor, settings, store, check
         self._engine: Engine | None = None
         self._purposes: dict[str, Welcome] = {}
+        self._listens = False
         _raise_limit_of_files()
         self._listener = self._listen()
 
@@ -89,8 +91,20 @@ class HostNetwork:
                 f"rank {self.rank} cannot listen at {address} ({error}); {remedy(error, other)}"
             ) from error
         self.address = address, port
-        store.set(_key(self.rank), json.dumps(self.address))
+        try:
+            store.set(_key(self.rank), json.dumps(self.address))
+        except BaseException:  # the next try may need the port
+            self._close(listener)
+            raise
+        self._listens = True
         return listener
+
+    def _close(self, listener: Listener[Admitted]) -> None:
+        """Return once its port is free, unless the loop is stuck."""
+        closed = threading.Event()
+        self._reactor.call(listener.close)
+        self._reactor.call(closed.set)
+        closed.wait(CONNECT_S)
 
     def open(self, settings: Settings) -> None:
         """Let roots with `settings` use it: make the engine, if no root has yet.
@@ -107,12 +121,18 @@ class HostNetwork:
                     "or exchange, these settings"
                 )
             return
-        moves = self._other(settings, _LISTENING)
+        moves = not self._listens or self._other(settings, _LISTENING)
         kept = {name: getattr(self._settings, name) for name in _FIXED if _is_default(settings, name)}
-        self._settings = settings = dataclasses.replace(settings, **kept)
+        before, self._settings = self._settings, dataclasses.replace(settings, **kept)
         if moves:
-            self._reactor.call(self._listener.close)
-            self._listener = self._listen()
+            self._listens = False
+            self._close(self._listener)
+            try:
+                self._listener = self._listen()
+            except BaseException:
+                self._settings = before
+                raise
+        settings = self._settings
         self.store = self.store.within(max(STORE_LEAST_S, settings.timeout_s))
         self._engine = make_engine(
             settings, self.rank, lambda rank, check: self.dial(rank, PURPOSE, check), self._bound_to

@@ -159,11 +159,15 @@ class Reactor:
             self._failed(error)
             raise
         finally:
-            self._run_tasks()
-            self._ended()
-            self._over = True
-            self.close()
-            self._run_tasks()  # those that came while the loop ended
+            with contextlib.ExitStack() as last_first:  # each of them, whatever the others raise
+                last_first.callback(self._run_left)  # those that came while the loop ended
+                last_first.callback(self._close_for_good)
+                last_first.callback(self._ended)
+                last_first.callback(self._run_left)
+
+    def _close_for_good(self) -> None:
+        self._over = True
+        self.close()
 
     def _patience(self) -> float | None:
         return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
@@ -171,6 +175,14 @@ class Reactor:
     def _reset(self) -> None:
         os.eventfd_read(self._wake)  # before the tasks: one that comes later writes again
         self._run_tasks()
+
+    def _run_left(self) -> None:
+        """Run every task, whatever the others raise."""
+        try:
+            self._run_tasks()
+        finally:
+            if self._tasks:
+                self._run_left()
 
     def _run_tasks(self) -> None:
         while True:

@@ -93,7 +93,7 @@ def ask(address: str, request: dict[str, Any], timeout_s: float) -> Answer:
             if (refusal := peer.refusal()) is not None:
                 raise ConnectionError(refusal)
             return Answer(converse(connection, _ask(request), deadline, fds), fds, peer.pid)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # the last of JSON that is nested without end
             for fd in fds:
                 os.close(fd)
             if isinstance(error, TimeoutError):

@@ -45,7 +45,13 @@ def own_address(store: Any, address: str = "") -> str:
         raise UnsupportedError(
             f"cannot determine this host's address from a {name}; set Settings(address=...) on each host"
         )
-    found = _interface_towards(*hosted_at)
+    try:
+        found = _interface_towards(*hosted_at)
+    except OSError as error:  # a resolver that does not answer any more, too
+        raise UnsupportedError(
+            f"cannot determine this host's address: there is no way to {hosted_at[0]}, which hosts the job's store "
+            f"({error}); set Settings(address=...) on each host"
+        ) from error
     if hosted_at[0] in ("localhost", found) or not ipaddress.ip_address(found).is_loopback:
         return found
     try:  # /etc/hosts gives this host's own name a loopback address, as Debian does

@@ -148,8 +148,14 @@ def live(birth: Birth) -> None:
         sys.last_value = error
         with contextlib.redirect_stderr(io.StringIO()) if hello.quiet else contextlib.nullcontext():
             sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter does
-        code = 1
+        code = _exit_code(error)
     _end(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    """With which the interpreter ends for an uncaught error."""
+    status = error.code if isinstance(error, SystemExit) else 1
+    return 0 if status is None else status & 0xFF if isinstance(status, int) else 1
 
 
 def _work(channel: Connection, hello: Hello) -> None:

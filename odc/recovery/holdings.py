@@ -7,10 +7,11 @@ import os
 import signal
 import subprocess
 
+from odc.errors import UnsupportedError
 from odc.recovery import keeper
 from odc.recovery.generations import Generations
 from odc.recovery.members import Agreed, Held, NothingKeptError, Presence, Share
-from odc.recovery.slots import Slots
+from odc.recovery.slots import HolderEndedError, Slots
 
 
 class Holdings(dict[Share, Slots]):
@@ -33,7 +34,7 @@ class Holdings(dict[Share, Slots]):
         """For the others; also what a keeper holds, in a process that holds nothing yet."""
         kept = self._generations.keeper if not self else None
         if kept is not None:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(HolderEndedError):
                 for share, held in kept.held.items():
                     self[share] = Slots.held_by(kept.pid, held.fds, share)
         return {share: Held(slots.fds, slots.steps()) for share, slots in self.items()}
@@ -41,8 +42,8 @@ class Holdings(dict[Share, Slots]):
     def take_own(self, needed: Agreed | None) -> None:
         """Those that a rank of this host holds of the process whose place this one takes; else new ones.
 
-        OSError if that rank has ended since it showed them. NothingKeptError if they do not hold the step that is
-        `needed` of them: the process has begun on another host.
+        HolderEndedError if that rank has ended since it showed them. NothingKeptError if they do not hold the step that
+        is `needed` of them: the process has begun on another host.
         """
         share = self.own_share
         if share in self:
@@ -103,7 +104,8 @@ class Holdings(dict[Share, Slots]):
         self._keeper = keeper.start([fd for each in held.values() for fd in each.fds], pids, self._keeper_s)
         one.show_keeper(self._keeper.pid, held)
         if before is not None:
-            with contextlib.suppress(OSError, IndexError):  # it has ended, and its number may be another's
+            # It has ended, and its number may be another's, of another user even.
+            with contextlib.suppress(OSError, IndexError, UnsupportedError):
                 share, was = next(iter(before.held.items()))
                 Slots.held_by(before.pid, was.fds, share).close()
                 os.kill(before.pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 
 _GIVEN = b"TORCHELASTIC_RUN_ID="
+_LONGEST_MS = (1 << 31) - 1  # of a poll: 24 days
 
 
 def start(fds: list[int], ranks: list[int], patience_s: float) -> subprocess.Popen[bytes]:
@@ -61,7 +62,7 @@ def keep(patience_s: float, launcher: int, ranks: list[int]) -> None:
     for fd in (launching, *alive):
         poll.register(fd, select.POLLIN)
     while launching >= 0:
-        found = {fd for fd, _ in poll.poll(None if alive else 1000 * patience_s)}
+        found = {fd for fd, _ in poll.poll(None if alive else min(1000 * patience_s, _LONGEST_MS))}
         if launching in found or not found:
             return
         for fd in found & alive:

@@ -11,10 +11,14 @@ So a thread watches the ranks, and has NCCL abort. A collective that was aborted
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
+import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -28,6 +32,9 @@ from odc.net.store import clone_of
 from odc.recovery.generations import PREFIX, EndWatch, GenerationOver, Generations
 from odc.settings import Settings
 from odc.worker import Job, in_background
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+_rank: int | None = None  # in the newest generation of this process
 
 
 class GenerationGroup:
@@ -103,7 +110,9 @@ def make_group(
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     # By device where there are GPUs: if the group were called "gloo", torch would make another one for a mesh.
     backend = f"cpu:gloo,cuda:{'nccl' if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo"
+    hook = sys.excepthook
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world)
+    sys.excepthook = _naming(rank, hook)
     try:
         announce_rank(generations.patience_s, settings)
         _await_connected(generations, device if nccl else None)
@@ -111,6 +120,23 @@ def make_group(
         keep_for_ever()
         raise
     return GenerationGroup(generations, nccl=nccl)
+
+
+def _naming(rank: int, hook: Hook) -> Hook:
+    """`hook` for uncaught errors, such that each line begins with this rank. Torch's does that, but there would be one
+    more of it in each generation, with the rank that this process had then.
+    """
+    global _rank
+    named, _rank = _rank is not None, rank
+
+    def with_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        with contextlib.redirect_stderr(io.StringIO()) as text:
+            hook(kind, error, trace)
+        lines = text.getvalue().split("\n")
+        sys.stderr.write("\n".join(f"[rank{_rank}]: {line}" if line else "" for line in lines))
+        sys.stderr.flush()
+
+    return hook if named else with_rank
 
 
 def _await_connected(generations: Generations, device: torch.device | None) -> None:

@@ -40,7 +40,7 @@ from odc.recovery.met import MinibatchMet
 from odc.recovery.process_group import GenerationGroup, make_group
 from odc.recovery.reshard import FormerLayout
 from odc.recovery.shown import ShownRecovery, TracedPlace
-from odc.recovery.slots import Slots
+from odc.recovery.slots import HolderEndedError, Slots
 from odc.recovery.state import Stateful, TrainingState
 from odc.settings import Settings
 
@@ -88,8 +88,8 @@ class Recovery:
         fewest: int | None = None,
         settings: Settings | None = None,
     ) -> None:
-        if every < 1 or rejoin_s <= 0:
-            raise ConfigError(f"every={every} must be 1 or more, rejoin_s={rejoin_s} more than 0")
+        if every < 1 or not 0 < rejoin_s < float("inf"):
+            raise ConfigError(f"every={every} must be 1 or more, rejoin_s={rejoin_s} more than 0, and finite")
         if keep not in ("host", "buddy"):
             raise ConfigError(f"keep={keep!r} must be 'host' or 'buddy'")
         if dist.is_initialized():
@@ -332,7 +332,7 @@ class Recovery:
         """The slots of a share that are whole for a step, wherever they are held."""
         try:
             found = self._held.find_here(share, step)
-        except OSError as error:  # a holder has ended since it showed what it holds
+        except HolderEndedError as error:  # since it showed what it holds
             self._generations.leave()
             raise GenerationOver from error
         if found is None:
@@ -382,7 +382,7 @@ class Recovery:
                 return agreed
             except GenerationOver:
                 pass
-            except OSError:  # a holder has ended since it showed what it holds
+            except HolderEndedError:  # since it showed what it holds
                 self._generations.leave()
             except PeerLostError:  # the same on another host
                 if not loss_shows(self._generations):

@@ -33,6 +33,10 @@ _MARK = 0x0DC5_1075
 _PAGE, _ALIGN, _MIB = 4096, 64, 1 << 20
 
 
+class HolderEndedError(OSError):
+    """The process that has shown slots has ended since; its number may be another process's by now."""
+
+
 class SlotWord(IntEnum):
     """Words of a slot, each stored by its rank alone."""
 
@@ -72,6 +76,13 @@ class StateSlot:
     def word(self, word: SlotWord) -> int:
         """Read from the descriptor: most holders of a slot never map it."""
         return int.from_bytes(os.pread(self.fd, 8, 8 * word), "little", signed=True)
+
+    def belongs_to(self, share: Share) -> bool:
+        """Whether this is a slot of that share; of another file it is none."""
+        try:
+            return tuple(map(self.word, (SlotWord.MARK, SlotWord.LAYOUT, SlotWord.OWNER))) == (_MARK, *share)
+        except OSError:  # a pipe, for instance
+            return False
 
     def words(self) -> Words:
         mapping = self._mapping()
@@ -146,8 +157,16 @@ class Slots:
 
     @classmethod
     def create(cls, share: Share) -> Self:
-        """Empty slots."""
-        made = cls([_memory_file(f"odc.state.{share.rank}.{i}") for i in range(2)])
+        """Empty slots; HeapMemoryError where the system makes no files for them."""
+        fds: list[int] = []
+        try:
+            for i in range(2):
+                fds.append(_memory_file(f"odc.state.{share.rank}.{i}"))
+        except OSError as error:
+            _close(fds)
+            text = f"the kernel makes no memory files for the kept state of rank {share.rank}: {error}"
+            raise HeapMemoryError(f"{text}; look at `ulimit -n`") from error
+        made = cls(fds)
         for slot in made._slots:
             slot.grow(_PAGE)
             words = slot.words()
@@ -158,28 +177,27 @@ class Slots:
 
     @classmethod
     def held_by(cls, pid: int, fds: Sequence[int], share: Share) -> Self:
-        """The slots that process `pid` of this host holds as `fds`; OSError if it has ended, or holds another's.
+        """The slots that process `pid` of this host holds as `fds`. It needs no help of that process, which may be
+        computing.
 
-        It needs no help of that process, which may be computing. UnsupportedError if the system refuses it.
+        HolderEndedError if it has ended, or holds another's; UnsupportedError if the system refuses it.
         """
         opened: list[int] = []
         try:
             for fd in fds:
                 opened.append(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
         except OSError as error:
-            for one in opened:
-                os.close(one)
+            _close(opened)
             if error.errno in _REFUSED:  # as it would be in the next generation too
                 raise UnsupportedError(
                     f"the state of rank {share.rank} cannot be held by process {os.getpid()}: {error}. Ranks of a host "
                     "need the same user, and a limit of open files (ulimit -n) above two more for each of them"
                 ) from error
-            raise
+            raise HolderEndedError(f"process {pid} does not hold the slots of rank {share.rank}: {error}") from error
         found = cls(opened)
-        for slot in found._slots:
-            if tuple(map(slot.word, (SlotWord.MARK, SlotWord.LAYOUT, SlotWord.OWNER))) != (_MARK, *share):
-                found.close()
-                raise OSError(f"process {pid} holds other files than the slots of rank {share.rank}")
+        if not all(slot.belongs_to(share) for slot in found._slots):
+            found.close()
+            raise HolderEndedError(f"process {pid} holds other files than the slots of rank {share.rank}")
         return found
 
     @property
@@ -249,6 +267,11 @@ class Slots:
         """Let go of them; the memory stays for as long as another process holds it. Idempotent."""
         for slot in self._slots:
             slot.close()
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def _memory_file(name: str) -> int:

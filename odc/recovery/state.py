@@ -43,12 +43,20 @@ class _NamedTensor(NamedTuple):
     tensor: torch.Tensor
     module: nn.Module | None = None
 
-    def put(self, value: torch.Tensor) -> None:
-        """Change it, in place. A buffer of another shape is replaced: a forward may have made it larger."""
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Of two buffers that are one tensor the same."""
         local = _local(self.tensor)
-        if local.shape == value.shape:
+        return local.data_ptr(), local.shape, local.stride()
+
+    def put(self, value: torch.Tensor, *, shared: bool = False) -> None:
+        """Change it, in place. A buffer is replaced that has another shape, since a forward may have made it larger; or
+        other values, where it is `shared` with one that was put before, or all of a dimension is one element.
+        """
+        local = _local(self.tensor)
+        if local.shape == value.shape and not shared and not _repeats(local):
             local.copy_(value)
-        else:
+        elif local.shape != value.shape or not torch.equal(local, value.to(local.device)):
             setattr(self.module, self.name.rpartition(".")[2], value.to(local.device, copy=True))
 
 
@@ -136,8 +144,10 @@ class TrainingState:
         kept = [read(i, cut) for i, cut in enumerate(cuts)] + list(tensors[len(cuts) : len(rest["names"])])
         _refuse_other(named, list(zip(rest["names"], kept, strict=True)))
         self._refuse_others(rest)
+        places = set[tuple[Any, ...]]()
         for one, value in zip(named, kept, strict=True):
-            one.put(value)
+            one.put(value, shared=one.module is not None and one.place in places)
+            places.add(one.place)
         for model in self.models:
             model.zero_grad(set_to_none=True)
         self._set_modes(self._begun[0] if first and self._begun else rest)
@@ -234,6 +244,11 @@ def _division(placements: Sequence[Any], shape: Sequence[int]) -> Division | Non
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _repeats(tensor: torch.Tensor) -> bool:
+    """Whether an element stands for several, as `expand` makes them."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _refuse_other(mine: Sequence[_NamedTensor], kept: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -11,6 +11,7 @@ import resource
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,14 @@ def test_listeners_are_listed_by_prefix_while_they_are_open(tmp_path: Path) -> N
         "00000000: 00000002 00000000 00010000 0001 01 15\n"
     )
     assert list_listeners("odc.", table) == ["odc.0.0", "odc.0.1"]
+
+
+@pytest.mark.parametrize("address", [b"\xff\xfe", b"\n0: 2 0 no 1 1 9 @odc.none\n", b"\x85 \xa0"])
+def test_an_address_of_any_bytes_hides_no_other(address: bytes) -> None:
+    """Any process of the machine may listen there."""
+    family = Unix()
+    with socket.socket(socket.AF_UNIX) as other, listening(family):
+        other.bind(b"\0" + uuid.uuid4().bytes + address)
+        other.listen()
+        assert list_listeners(family.name) == [family.name]
+        assert list_listeners("odc.none") == []

@@ -9,7 +9,9 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -19,11 +21,11 @@ from support.listeners import ByHand
 from support.ports import free_ports
 
 from odc.deadlines import Deadline
-from odc.errors import PeerLostError, UnsupportedError, WaitTimeoutError
+from odc.errors import ConfigError, PeerLostError, UnsupportedError, WaitTimeoutError
 from odc.net import JobStore, network
 from odc.net.conversation import converse
 from odc.net.engines.server import LENGTH
-from odc.net.handshake import Admitted, answer_handshake
+from odc.net.handshake import Admitted, answer_handshake, job_secret
 from odc.net.network import HostNetwork, _key
 from odc.net.reactor import Reactor
 from odc.settings import Settings
@@ -352,3 +354,48 @@ def test_a_listener_that_no_root_uses_yet_moves_so_that_a_rank_has_one_port() ->
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(before)
     one.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[Reactor]:
+    made = Reactor("rank 0", lambda error: None)
+    yield made
+    made.stop(60.0)
+
+
+def test_a_listener_that_moves_takes_its_port_again_though_the_loop_is_busy(loop: Reactor, tmp_path: Path) -> None:
+    store, (port,) = dist.HashStore(), free_ports(1)
+    one = HostNetwork(loop, store, 0, Settings(address="127.0.0.1", ports=(port, port)))
+    secret = tmp_path / "secret"
+    secret.write_text("of the job")
+    loop.call(lambda: time.sleep(0.3))
+    one.open(Settings(address="127.0.0.1", ports=(port, port), secret_file=str(secret), engine="sockets"))
+    assert one.address == ("127.0.0.1", port)
+    loop.call(one.close)
+
+
+def test_a_listener_whose_address_cannot_be_stored_gives_its_port_back(loop: Reactor, monkeypatch: Any) -> None:
+    (port,) = free_ports(1)
+    chosen = Settings(address="127.0.0.1", ports=(port, port))
+
+    def late(*unused: object) -> None:
+        raise WaitTimeoutError("the job's key-value store has not answered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobStore, "set", late)
+        with pytest.raises(WaitTimeoutError):
+            HostNetwork(loop, dist.HashStore(), 0, chosen)
+    loop.call(HostNetwork(loop, dist.HashStore(), 0, chosen).close)
+
+
+def test_a_listener_that_cannot_move_listens_anew_with_the_next_settings(loop: Reactor, tmp_path: Path) -> None:
+    secret, chosen = tmp_path / "secret", Settings(address="127.0.0.1")
+    one = HostNetwork(loop, dist.HashStore(), 0, chosen)
+    wanted = Settings(address="127.0.0.1", secret_file=str(secret), engine="sockets")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        one.open(wanted)
+    secret.write_text("of the job")
+    one.open(wanted)
+    socket.create_connection(one.address).close()
+    assert one._secret == job_secret(one.store, str(secret))
+    loop.call(one.close)

@@ -132,6 +132,7 @@ def test_a_listener_that_is_not_there_or_does_not_answer(name: str, monkeypatch:
         (struct.pack("!I", 2) + b"[]", "no JSON object"),
         (struct.pack("!I", 2) + b"{{", "property name"),
         (struct.pack("!I", 1 << 31), "too long"),
+        (struct.pack("!I", 20_000) + b"[" * 20_000, "recursion"),
     ],
 )
 def test_bad_answers_are_connection_errors_and_leak_nothing(name: str, sent: bytes, printed: str) -> None:

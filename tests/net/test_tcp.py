@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,3 +33,10 @@ def test_the_address_of_every_interface_is_no_place_for_other_hosts(address: str
     with pytest.raises(UnsupportedError, match="would reach itself; name the address of one"):
         tcp.own_address(None, address)
     assert tcp.own_address(None, "10.0.0.1") == "10.0.0.1"
+
+
+def test_a_store_whose_host_cannot_be_resolved_leaves_this_hosts_address_unknown() -> None:
+    """The resolver may have failed since the store was connected to."""
+    store = SimpleNamespace(host="host.invalid", port=29500)
+    with pytest.raises(UnsupportedError, match=r"there is no way to host\.invalid, .* set Settings\(address="):
+        tcp.own_address(store)

@@ -187,6 +187,16 @@ def test_an_exception_in_a_one_shot_rank_is_an_outcome() -> None:
     assert "Traceback" in outcome.output
 
 
+def leave_with(rank: int, world: int) -> None:
+    sys.exit([None, 0, 3, "no good"][rank])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("whole_end", [False, True])
+def test_a_rank_that_exits_has_the_code_that_it_gave(whole_end: bool) -> None:
+    with spawn_ranks(4, leave_with, whole_end=whole_end) as job:
+        assert [outcome.exit_code for outcome in job.wait()] == [0, 0, 3, 1]
+
+
 def test_a_wait_past_its_timeout_kills_all() -> None:
     with spawn_ranks(2, sleep_on, 1) as job:
         pids = job.pids

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -16,6 +19,7 @@ from odc.errors import ConfigError, HeapMemoryError, PeerLostError, UnsupportedE
 from odc.memory import FreeMemory
 from odc.recovery import generations, process_group, slots
 from odc.recovery.generations import GenerationOver
+from odc.recovery.holdings import Holdings
 from odc.recovery.process_group import GenerationGroup
 
 
@@ -82,6 +86,48 @@ def test_another_first_step_than_the_jobs_is_refused(environment: None) -> None:
         model, optimizer = trained()
         with pytest.raises(ConfigError, match="the job began at step 3 and has kept none since, .* gives first=5"):
             recovery.protect(model, optimizer, first=5)
+
+
+def test_a_keeper_whose_number_is_another_users_process_is_let_be(environment: None, monkeypatch: Any) -> None:
+    made: Any = dist
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    killed, opened = list[int](), os.open
+    with odc.Recovery(made.HashStore(), rejoin_s=5.0) as recovery:
+        recovery.protect(*trained())
+        former = recovery._held._keeper
+        assert former is not None
+        former.kill()
+        former.wait()
+
+        def refuse(path: str, flags: int) -> int:
+            if path.startswith(f"/proc/{former.pid}/"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return opened(path, flags)
+
+        monkeypatch.setattr(os, "open", refuse)
+        monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+        with recovery.attempt():
+            raise GenerationOver
+        monkeypatch.undo()
+        assert recovery.recoveries == 1
+        assert not killed
+        recovery._held.end_keeper()
+
+
+def test_an_uncaught_error_names_this_rank_once_in_any_generation(
+    environment: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: Any = dist
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(process_group, "_rank", None, raising=False)
+    with odc.Recovery(made.HashStore(), rejoin_s=5.0) as recovery:
+        recovery.protect(*trained())
+        for _ in range(2):
+            with recovery.attempt():
+                raise GenerationOver
+        error = ValueError("no generation\n\nnor another")
+        sys.excepthook(ValueError, error, None)
+    assert capsys.readouterr().err.endswith("[rank0]: ValueError: no generation\n\n[rank0]: nor another\n")
 
 
 def test_a_step_that_fails_is_not_counted(recovery: odc.Recovery) -> None:
@@ -193,13 +239,39 @@ def test_too_little_memory_is_an_error_before_the_training(
         recovery.protect(*trained())
 
 
+@pytest.mark.parametrize("what", [(os, "memfd_create"), (Holdings, "start_keeper")])
+def test_what_this_process_cannot_open_is_not_taken_for_the_end_of_another(
+    environment: None, monkeypatch: pytest.MonkeyPatch, what: tuple[Any, str]
+) -> None:
+    """As a death it would begin one generation after another, without end."""
+    made: Any = dist
+    tried = list[None]()
+
+    def refuse(*unused: object) -> None:
+        assert not tried, "tried again"
+        tried.append(None)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(*what, refuse)
+    with pytest.raises((HeapMemoryError, OSError), match="Too many open files"):
+        odc.Recovery(made.HashStore(), rejoin_s=5.0)
+
+
 def test_a_process_group_that_is_there_is_refused(recovery: odc.Recovery) -> None:
     made: Any = dist
     with pytest.raises(UnsupportedError, match="there is a process group already"):
         odc.Recovery(made.HashStore())
 
 
-@pytest.mark.parametrize(("options", "message"), [({"every": 0}, "every=0"), ({"rejoin_s": 0.0}, "rejoin_s=0")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"rejoin_s": 0.0}, "rejoin_s=0"),
+        ({"rejoin_s": float("nan")}, "rejoin_s=nan"),
+        ({"rejoin_s": float("inf")}, "rejoin_s=inf"),
+    ],
+)
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         odc.Recovery(**options)

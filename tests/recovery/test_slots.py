@@ -171,6 +171,22 @@ def test_what_the_system_refuses_is_not_taken_for_a_death(monkeypatch: pytest.Mo
         os.fstat(opened[0])
 
 
+def test_slots_that_cannot_be_made_are_refused_and_leave_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, real = list[int](), os.memfd_create
+
+    def once(name: str, flags: int) -> int:
+        if made:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        made.append(real(name, flags))
+        return made[0]
+
+    monkeypatch.setattr(os, "memfd_create", once)
+    with pytest.raises(HeapMemoryError, match=r"kept state of rank 2: .*open files; .*ulimit -n"):
+        Slots.create(Share(0, 2))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
+
+
 def test_slots_are_shared_with_their_holder() -> None:
     kept = Slots.create(Share(0, 0))
     held = Slots.held_by(os.getpid(), kept.fds, Share(0, 0))

@@ -172,6 +172,31 @@ def test_a_buffer_that_a_forward_has_replaced_by_a_larger_one_gets_its_shape_bac
     assert other.model[0].get_buffer("positions").tolist() == list(range(before))
 
 
+@pytest.mark.parametrize("names", [("first", "second"), ("second", "first")])
+def test_two_buffers_that_were_apart_are_apart_again(names: tuple[str, str]) -> None:
+    """As of rotary embeddings whose frequencies an interrupted forward has set back to the original ones."""
+    one = Trained(OPTIMIZERS["sgd"])
+    for number, name in enumerate(names):
+        one.model.register_buffer(name, torch.full((2,), float(number)))
+    kept = one.take()
+    one.model.first = one.model.second
+    for _ in range(2):
+        one.state.put(*kept)
+        assert [one.model.get_buffer(name).tolist() for name in names] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def test_a_buffer_whose_elements_are_one_is_put_back() -> None:
+    one = Trained(OPTIMIZERS["sgd"])
+    mask = torch.ones(1).expand(3)
+    one.model.register_buffer("mask", mask)
+    kept = one.take()
+    one.state.put(*kept)
+    assert one.model.mask is mask
+    one.model.mask = torch.zeros(1).expand(3)
+    one.state.put(*kept)
+    assert one.model.mask.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_a_buffer_of_another_dtype_is_refused() -> None:
     one = Trained(OPTIMIZERS["sgd"])
     one.model[0].register_buffer("positions", torch.zeros(2))

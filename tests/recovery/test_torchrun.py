@@ -13,6 +13,7 @@ from support import recovering
 from support.recovering import run, unequal
 
 from odc.recovery import keeper
+from odc.worker import Job, in_background
 
 RANKS = 2
 
@@ -72,3 +73,13 @@ def test_a_script_that_torchrun_has_started_is_not_the_launcher() -> None:
         check=True,
     )
     assert int(found.stdout) == os.getpid()
+
+
+def test_a_keeper_whose_ranks_have_gone_may_wait_for_any_time() -> None:
+    """As with Recovery(rejoin_s=...) of a year; a poll takes at most 24 days."""
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        kept = Job(lambda: keeper.keep(3e7, launcher.pid, []))
+        in_background("keeper", kept.run)
+        assert not kept.over(0.3)
+        launcher.kill()
+        kept.wait()

@@ -210,17 +210,26 @@ def test_a_root_may_end_while_the_loop_ends(group: HeapGroup, monkeypatch: pytes
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_root_may_end_after_the_loop_has_failed(group: HeapGroup) -> None:
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_root_may_end_after_the_loop_has_failed(group: HeapGroup, others: int) -> None:
+    """Whatever failed may fail once more, in what is left to be done."""
     server, closed = Daemon(10), threading.Event()
+
+    def fail(others: int) -> None:
+        for _ in range(others):
+            server._reactor.call(lambda: fail(0))
+        raise ZeroDivisionError
+
     here, there = socket.socketpair()
     with here, there:
         server.serve(group.services[0])
         server.attend(group.services[0], here, lambda: True)  # type: ignore[arg-type]
         settle(server)
-        server._reactor.call(lambda: 1 // 0)
+        server._reactor.call(lambda: fail(others))
         server._reactor._thread.join()
         server.dismiss(group.services[0], closed.set)()
         assert closed.is_set()
+        assert server.doorbell == -1
 
 
 def test_a_root_may_end_while_the_daemon_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

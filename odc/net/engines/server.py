@@ -125,12 +125,14 @@ class RegionServer:
         self._epoll = epoll  # not before: without a descriptor for `_wake` the next connection begins anew
         for i in range(_THREADS):
             thread = threading.Thread(target=self._serve, args=(epoll, self._wake), name=f"odc-reads-{i}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
         return epoll
 
     def close(self) -> None:
-        self._closed = True
+        # A connection is adopted before, or ended. Not by a forked child, whose parent may hold the lock.
+        with self._lock if os.getpid() == self._pid else contextlib.nullcontext():
+            self._closed = True
         wake, self._wake = self._wake, -1
         if wake < 0:
             return
