@@ -204,6 +204,11 @@ class OdcTrainer(RecoveringTrainer):
             super().__init__(*((model, *given) if given else ()), **options)
         if self.model_init is not None or self.optimizer is not None:  # by position
             refuse_setting("model_init or optimizers", "pass a model, and optimizer_cls_and_kwargs")
+        optimizer: Any = getattr(self, "optimizer_cls_and_kwargs", None)
+        if optimizer and "params" in optimizer[1]:  # of the whole model, which no step would change
+            refuse_setting(
+                "params in optimizer_cls_and_kwargs", "override create_optimizer; self.model is sharded there"
+            )
         refuse_arguments(self.args)
         if split and max_tokens is None:
             raise ConfigError("split=True needs max_tokens, the most tokens of a microbatch and of a piece")
