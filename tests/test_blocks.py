@@ -25,6 +25,16 @@ def test_blocks_come_in_order_and_whole() -> None:
     assert blocks_of(model, ("Layer",)) == layers, "given classes count for more than the model's"
 
 
+def test_a_block_that_shares_a_parameter_is_left_to_the_root() -> None:
+    model = nn.Sequential(Layer(Block(2, 2), nn.ReLU()), Block(2, 2), Layer(Block(2, 2)))
+    model[2][0].weight = model[1].weight
+    assert blocks_of(model, "Layer") == [model[0]]
+    assert blocks_of(model, ["Layer", "Block"]) == [model[0]]
+    model[0].append(Block(2, 2))
+    model[0][2].weight = model[0][0].weight
+    assert blocks_of(model, "Layer") == [model[0]], "both are in the block"
+
+
 def test_no_block() -> None:
     with pytest.raises(ConfigError, match="no block to shard in Linear \\(looked for none named\\)"):
         blocks_of(nn.Linear(1, 1))

@@ -199,10 +199,16 @@ class OdcTrainer(RecoveringTrainer):
         self._max_tokens, self._split = max_tokens, split
         self._splitter: Splitter | None = None
         self._scaled: ScaledLoss | None = None
+        self._evaluated = False  # since the last step
         with alone(recovery), without_communicator(args):
             super().__init__(*((model, *given) if given else ()), **options)
         if self.model_init is not None or self.optimizer is not None:  # by position
             refuse_setting("model_init or optimizers", "pass a model, and optimizer_cls_and_kwargs")
+        optimizer: Any = getattr(self, "optimizer_cls_and_kwargs", None)
+        if optimizer and "params" in optimizer[1]:  # of the whole model, which no step would change
+            refuse_setting(
+                "params in optimizer_cls_and_kwargs", "override create_optimizer; self.model is sharded there"
+            )
         refuse_arguments(self.args)
         if split and max_tokens is None:
             raise ConfigError("split=True needs max_tokens, the most tokens of a microbatch and of a piece")
@@ -287,6 +293,7 @@ class OdcTrainer(RecoveringTrainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """Forward and backward of a batch, or of this rank's microbatches of a planned step; its loss."""
+        self._leave_evaluation(model)
         if not isinstance(inputs, StepOfRank):
             return super().training_step(model, inputs, num_items_in_batch)
         loss = torch.zeros((), device=self.args.device)
@@ -310,6 +317,22 @@ class OdcTrainer(RecoveringTrainer):
             loss: torch.Tensor = super().training_step(model, microbatch.rows, count)
         self._scaled.compare(loss, halved, router.counted)
         return loss + router.missing
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """As the Trainer's."""
+        self._evaluated = True
+        return super().evaluation_loop(*args, **options)
+
+    def _leave_evaluation(self, model: Any) -> None:
+        """Bring back the weights that an optimizer trains on, also on a rank without microbatches, if it has others for
+        evaluation, as schedule-free ones do: those are what an evaluation has published.
+        """
+        back = getattr(getattr(self.optimizer, "optimizer", None), "train", None)
+        if callable(back):
+            back()
+            if self._evaluated:
+                model.publish()
+        self._evaluated = False
 
     def floating_point_ops(self, inputs: Any) -> int:
         """As the Trainer's, of all microbatches of a planned step."""

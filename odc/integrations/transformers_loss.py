@@ -7,6 +7,7 @@ microbatch that the plan happens to make. The router loss of a mixture of expert
 
 from __future__ import annotations
 
+import copy
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,7 @@ from odc.errors import ConfigError, refuse_together
 
 _STOCK = "transformers.trainer"
 _SFT = "trl.trainer.sft_trainer"
+_METRICS = ("_metrics", "_total_train_tokens")  # of that, which computing a loss adds to
 _APART = 1e-2  # of a loss that is divided by the count: rounding is far below, a mean is off by the whole of it
 
 
@@ -130,19 +132,20 @@ class ScaledLoss:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        # That of TRL's SFTTrainer is known, and would log its metrics twice. With labels smoothed it is a mean or not
-        # by the version of transformers.
+        # That of TRL's SFTTrainer is known. With labels smoothed it is a mean or not by the version of transformers.
         known = trainer.compute_loss_func is None and trainer.label_smoother is None
         self._done = trainer.compute_loss.__module__ == _SFT and known
 
     def halved(self, model: nn.Module, inputs: dict[str, Any], count: Tensor) -> Tensor | None:
-        """The loss for twice the count, if that is still to be checked; random numbers are drawn as if it was not."""
+        """The loss for twice the count, if that is still to be checked; random numbers and TRL's metrics stay."""
         if self._done:
             return None
         trainer, device = self._trainer, self._trainer.args.device
+        metrics = copy.deepcopy({name: one for name, one in vars(trainer).items() if name in _METRICS})
         model.train()
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             found: Tensor = trainer.compute_loss(model, trainer._prepare_inputs(inputs), num_items_in_batch=2 * count)
+        vars(trainer).update(metrics)
         return found
 
     def compare(self, loss: Tensor, halved: Tensor | None, router: Tensor | float) -> None:

@@ -71,7 +71,9 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         self.over = False  # the last step is done
         self.first: int | None = None  # the step that the job begins at
         self.random: dict[str, Any] | None = None  # those of the checkpoint that the job begins at
-        self.began = 0  # the epoch
+        self.epoch, self.start = 0, 0  # that of the loop, and the step at which it began: a callback may end one early
+        self.entered = False  # the loop, and no epoch since
+        self.began = 0  # the epoch that the job begins in
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self.trainer
@@ -83,12 +85,24 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
             "over": self.over,
             "first": self.first,
             "began": self.began,
+            "epoch": (self.epoch, trainer.state.global_step - self.start),
             "checkpoint": self.random,
             "random": random_states(),
         }
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         self.kept, self.first, self.began, self.random = kept, kept["first"], kept["began"], kept["checkpoint"]
+
+    def enter(self, epoch: int, batches: int) -> None:
+        """The loop begins with this epoch, of which so many batches are done."""
+        steps = batches // self.trainer.args.gradient_accumulation_steps
+        self.epoch, self.start, self.entered = epoch, self.trainer.state.global_step - steps, True
+
+    def on_epoch_begin(self, *unused: Any, **given: Any) -> None:
+        """Count it."""
+        if not self.entered:
+            self.epoch, self.start = self.epoch + 1, self.trainer.state.global_step
+        self.entered = False
 
     def on_step_begin(self, *unused: Any, **given: Any) -> None:
         """The state after the step before: keep it; or put it back, if the loop has just been entered again."""
@@ -109,13 +123,13 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         self.over = kept["over"]
         set_random_states(kept["random"])
 
-    def resumed(self, steps_per_epoch: int, epochs: int) -> tuple[int, int]:
+    def resumed(self, epochs: int) -> tuple[int, int]:
         """Put the Trainer's state back; epochs that are done, and batches of the next one."""
         assert self.kept is not None
         vars(self.trainer.state).update(self.kept["state"])
         if self.kept["over"]:
             return epochs, 0
-        done, steps = divmod(self.trainer.state.global_step, steps_per_epoch)
+        done, steps = self.kept["epoch"]
         return done, steps * self.trainer.args.gradient_accumulation_steps
 
     def prepared(self, checkpoint: str | None) -> None:
@@ -125,7 +139,7 @@ class TrainerLoop(TrainerCallback):  # type: ignore[misc]
         """
         trainer = self.trainer
         if self.first is None:
-            self.first, self.began = trainer.state.global_step, int(trainer.state.epoch or 0)
+            self.first, self.began = trainer.state.global_step, self.epoch
             self.random = None if checkpoint is None else self._random_of(checkpoint)
             optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
             reference = getattr(trainer, "ref_model", None)  # of TRL's: sharded, too
@@ -214,18 +228,20 @@ class RecoveringTrainer(Trainer):  # type: ignore[misc]
         sampler: Any = super()._get_train_sampler(*given)
         kept = None if self._loop is None else self._loop.kept
         if kept is not None and getattr(sampler, "shuffle", False):
-            for _ in range(int(kept["state"]["epoch"] or 0) - kept["began"]):
+            for _ in range(kept["epoch"][0] - kept["began"]):
                 torch.randperm(sampler.num_samples, generator=sampler.generator)
         return sampler
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, epochs: int, checkpoint: str | None, trial: Any
     ) -> tuple[int, int]:
-        if self._loop is None or checkpoint != _KEPT:
-            found: tuple[int, int] = super()._init_training_state(max_steps, steps_per_epoch, epochs, checkpoint, trial)
-            return found
-        super()._init_training_state(max_steps, steps_per_epoch, epochs, None, trial)
-        return self._loop.resumed(steps_per_epoch, epochs)
+        kept = self._loop is not None and checkpoint == _KEPT
+        from_file = None if kept else checkpoint
+        found: tuple[int, int] = super()._init_training_state(max_steps, steps_per_epoch, epochs, from_file, trial)
+        if self._loop is not None:
+            found = self._loop.resumed(epochs) if kept else found
+            self._loop.enter(*found)
+        return found
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._loop is None or checkpoint != _KEPT:

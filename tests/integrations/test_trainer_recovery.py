@@ -91,6 +91,13 @@ def test_a_callback_counts_on(tmp_path: Path) -> None:
     survived(tmp_path, [Death(1, 5, "forward")], found, run(tmp_path / "undisturbed", **options))
 
 
+def test_an_epoch_that_a_callback_ends_early_is_not_gone_on_with(tmp_path: Path) -> None:
+    deaths, options = [Death(1, 3, "forward"), Death(0, 4, "step")], {"made": recovering_trainers.shortening}
+    found = run(tmp_path, deaths, **options)
+    assert found[0]["history"][-1]["step"] == 6
+    survived(tmp_path, deaths, found, run(tmp_path / "undisturbed", **options))
+
+
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl and peft: make test-integrations")
 @pytest.mark.parametrize(
     "made", [recovering_trainers.finetuning, recovering_trainers.preferring, recovering_trainers.growing]

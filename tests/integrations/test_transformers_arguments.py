@@ -181,6 +181,23 @@ def test_an_optimizer_that_is_given_by_position_is_refused_too(tmp_path: Path) -
         OdcTheirs("model", "optimizer", arguments(tmp_path))
 
 
+def test_parameters_of_the_whole_model_are_refused_in_an_optimizer(tmp_path: Path) -> None:
+    from transformers import Trainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class Theirs(Trainer):  # type: ignore[misc]
+        def __init__(self, model: Any, args: Any, optimizer_cls_and_kwargs: Any) -> None:
+            self.model_init, self.optimizer = None, None
+            self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+
+    class OdcTheirs(OdcTrainer, Theirs): ...
+
+    groups = [{"params": [mock.Mock()], "lr": 0.5}, {"params": [mock.Mock()]}]
+    with pytest.raises(ConfigError, match="params in optimizer_cls_and_kwargs: override create_optimizer"):
+        OdcTheirs("model", arguments(tmp_path), optimizer_cls_and_kwargs=(mock.Mock(), {"params": groups, "lr": 0.1}))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -67,6 +67,53 @@ def test_forwards_without_gradients_change_no_training(ranks, tmp_path) -> None:
         assert max(differences(other, plain)) < 1e-6
 
 
+class Swapping(torch.optim.SGD):
+    """As schedule-free optimizers: other weights for evaluation, and a step is refused with those."""
+
+    trains = False
+
+    def _swap(self, trains: bool, factor: float) -> None:
+        if self.trains is not trains:
+            self.trains = trains
+            with torch.no_grad():
+                for weight in self.param_groups[0]["params"]:
+                    weight.mul_(factor)
+
+    def train(self) -> None:
+        self._swap(True, 2.0)
+
+    def eval(self) -> None:
+        self._swap(False, 0.5)
+
+    def step(self, closure: Any = None) -> None:
+        assert self.trains
+        super().step()
+
+
+def swapped(rank: int, world: int, folder: Path, kind: str) -> tuple[Logged, list[float]]:
+    """Two logged steps and the losses of the evaluations after them; in a third step one rank has no sample."""
+    from transformers import Trainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    as_torchrun(rank, world)
+    changes = {"gradient_accumulation_steps": 1, "train_sampling_strategy": "sequential"}
+    changes |= {"eval_strategy": "steps", "eval_steps": 1}
+    given: dict[str, Any] = {"train_dataset": samples()[:9], "eval_dataset": samples()[:8], "data_collator": padded}
+    given |= {"args": arguments(folder, **changes), "optimizer_cls_and_kwargs": (Swapping, {"lr": 1e-2})}
+    given |= {"max_tokens": 1000} if kind == "planned" else {}
+    trainer = (Trainer if kind == "stock" else OdcTrainer)(model=model(), **given)
+    trainer.train()
+    return logged(trainer)[:2], [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one][:2]
+
+
+def test_an_optimizer_with_other_weights_for_evaluation(ranks, tmp_path) -> None:
+    steps, losses = ranks(2).run(swapped, tmp_path, "stock")[0]
+    for kind in ("unplanned", "planned"):
+        ours, evaluated = ranks(2).run(swapped, tmp_path, kind)[0]
+        assert max(differences(ours, steps)) < 1e-4 and evaluated == pytest.approx(losses, rel=1e-4)
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -260,3 +260,41 @@ def test_the_loss_of_smoothed_labels_is_checked_for_trls_trainer_too(smoother: A
 
     trainer = mock.Mock(compute_loss=SFTTrainer.compute_loss, compute_loss_func=None, label_smoother=smoother)
     assert ScaledLoss(trainer)._done == known
+
+
+def counted(rank: int, world: int, folder: Path) -> tuple[float, int]:
+    """The tokens that SFTTrainer has logged with smoothed labels, and those of the microbatches that this rank ran."""
+    as_torchrun(rank, world)
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    from odc.integrations.transformers import OdcTrainer
+
+    class OdcSFTTrainer(OdcTrainer, SFTTrainer): ...
+
+    if dist.get_rank() == 0:
+        ByteTokenizer().save(folder / "tokenizer")
+    dist.barrier()
+    trainer = OdcSFTTrainer(
+        model=model(ByteTokenizer.vocab_size),
+        args=arguments(folder, SFTConfig, **CHANGES, label_smoothing_factor=0.1),
+        train_dataset=Dataset.from_list(samples(LENGTHS)),
+        processing_class=AutoTokenizer.from_pretrained(folder / "tokenizer"),
+        max_tokens=CAP,
+    )
+    seen: list[int] = []
+
+    def see(module: Any, args: Any, given: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            seen.append(int(given["attention_mask"].sum()))
+
+    trainer.model.register_forward_pre_hook(see, with_kwargs=True)
+    trainer.train()
+    return [one["num_tokens"] for one in trainer.state.log_history if "num_tokens" in one][-1], sum(seen)
+
+
+def test_the_check_of_a_loss_adds_nothing_to_the_metrics_of_trls_trainer(ranks, tmp_path) -> None:
+    pytest.importorskip("trl", reason="needs trl: make test-integrations")
+    for logged_tokens, tokens in ranks(2).run(counted, tmp_path, timeout=500):
+        assert logged_tokens == tokens > 0
