@@ -22,6 +22,9 @@ from odc.fsdp._torch_reshard import is_sharded_over, shard_anew
 
 #: What the keys of the default process group begin with, in the store that it was made with.
 DEFAULT_PREFIX = "0//"
+#: Torch's name of the NCCL that `abort_nccl` ends. What torch 2.15 calls "nccl" is another one, which has no group of
+#: calls in which several communicators can be aborted.
+NCCL = "nccl-legacy" if hasattr(distributed_c10d, "_register_builtin_nccl_legacy_backend") else "nccl"
 _cut_short: list[Any] = []  # process groups
 _NEVER_SENT = 0x0DC  # tag
 _GROUPS = ("shard_process_group", "replicate_process_group", "reduce_scatter_process_group")

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from odc.deadlines import LOSS_POLL_S, NCCL_POLL_S, Deadline
 from odc.errors import OdcError, PeerLostError, WaitTimeoutError
-from odc.fsdp._torch_groups import abort_nccl, keep_for_ever
+from odc.fsdp._torch_groups import NCCL, abort_nccl, keep_for_ever
 from odc.fsdp.rejoin import aborted_by_another, announce_rank
 from odc.net.store import clone_of
 from odc.recovery.generations import PREFIX, EndWatch, GenerationOver, Generations
@@ -108,10 +108,8 @@ def make_group(
     nccl = device is not None and not generations.share_devices
     if nccl:  # else its own watchdog ends a rank that survives, at the first error of a connection to the lost one
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    # By device where there are GPUs: if the group were called "gloo", torch would make another one for a mesh.
-    backend = f"cpu:gloo,cuda:{'nccl' if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo"
     hook = sys.excepthook
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world)
+    dist.init_process_group(_backend(nccl=nccl), store=prefixed, rank=rank, world_size=world)
     sys.excepthook = _naming(rank, hook)
     try:
         announce_rank(generations.patience_s, settings)
@@ -120,6 +118,11 @@ def make_group(
         keep_for_ever()
         raise
     return GenerationGroup(generations, nccl=nccl)
+
+
+def _backend(*, nccl: bool) -> str:
+    """By device where there are GPUs: if the group were called "gloo", torch would make another one for a mesh."""
+    return f"cpu:gloo,cuda:{NCCL if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo"
 
 
 def _naming(rank: int, hook: Hook) -> Hook:

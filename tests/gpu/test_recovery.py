@@ -17,6 +17,7 @@ from support.recovering import Death, Work, run, unequal
 
 from odc.experiments.launch import launch
 from odc.fsdp import _torch_groups
+from odc.recovery import process_group
 from odc.recovery.generations import Generations
 from odc.recovery.members import Share
 from odc.recovery.process_group import GenerationGroup
@@ -112,9 +113,9 @@ def groups_of_generations() -> list[int]:
     stores: Any = dist
     found = []
     for more in (False, False, True):
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=stores.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(process_group._backend(nccl=True), store=stores.HashStore(), rank=0, world_size=1)
         if more:
-            dist.new_group([0], backend="nccl")
+            dist.new_group([0])
         found.append(len(_torch_groups.nccl_parts()))
         _torch_groups.abort_nccl()
         _torch_groups.drop_groups([])
