@@ -6,6 +6,7 @@ given. Needs none of Hugging Face's libraries.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from torch import nn
@@ -16,7 +17,8 @@ from odc.errors import ConfigError
 def blocks_of(model: nn.Module, classes: str | Iterable[str] | None = None) -> list[nn.Module]:
     """The outermost modules of `classes` in the order of `model.modules()`, `fully_shard`'s before the root.
 
-    Those that share a parameter with the rest of the model, as embeddings do with a tied head, are left to the root.
+    Those that share a parameter with the rest of the model, as embeddings do with a tied head, are left to the root:
+    perhaps all of them.
 
     Args:
         model: any module.
@@ -30,16 +32,13 @@ def blocks_of(model: nn.Module, classes: str | Iterable[str] | None = None) -> l
     if not found:
         looked = ", ".join(sorted(names)) or "none named"
         raise ConfigError(f"no block to shard in {type(model).__name__} (looked for {looked}): name their class")
-    holders: dict[int, set[int]] = {}  # by parameter
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), set()).add(id(module))
-    found = [block for block in found if _apart(block, holders)]
+    times = Counter(id(one) for _, one in model.named_modules(remove_duplicate=False))
+    uses = _uses(model)
+    found = [block for block in found if all(uses[one] == times[id(block)] * n for one, n in _uses(block).items())]
     inner = {id(below) for block in found for below in block.modules() if below is not block}
     return [block for block in found if id(block) not in inner]
 
 
-def _apart(block: nn.Module, holders: dict[int, set[int]]) -> bool:
-    """Whether no module outside of a block has one of its parameters."""
-    within = {id(module) for module in block.modules()}
-    return all(holders[id(parameter)] <= within for parameter in block.parameters())
+def _uses(module: nn.Module) -> Counter[int]:
+    """By the id of a parameter, in how many places below `module` it is; a module that is in two has two of each."""
+    return Counter(id(one) for _, one in module.named_parameters(remove_duplicate=False))

@@ -33,6 +33,10 @@ def test_a_block_that_shares_a_parameter_is_left_to_the_root() -> None:
     model[0].append(Block(2, 2))
     model[0][2].weight = model[0][0].weight
     assert blocks_of(model, "Layer") == [model[0]], "both are in the block"
+    model.append(model[0])
+    assert blocks_of(model, "Layer") == [model[0]], "the whole block is in two places"
+    model.append(model[0][2])
+    assert blocks_of(model, "Layer") == [], "a module of it is elsewhere, too"
 
 
 def test_no_block() -> None:

@@ -75,12 +75,13 @@ def prepare(model: Any, *, blocks: str | Iterable[str] | None = None, **options:
     Call it on every rank after `Accelerator(...)`, whose `mixed_precision="bf16"` and `dynamo_backend` it applies, and
     before the optimizer is made and `accelerator.prepare(model, optimizer, ...)` is called. `model` is a
     `PreTrainedModel` or a `PeftModel`, with the same weights on every rank. Each block becomes a unit; embedding and
-    head stay in the root, because some libraries read their weights outside of their forward. `blocks` are class names
-    of the blocks, if the model does not name them (`_no_split_modules`); `options` go to `fully_shard` for every unit,
-    and a `mp_policy` among them replaces the Accelerator's, a `mesh` the world on its device. Each unit moves there as
-    it is sharded, so a model that fits no device may be made on the CPU. Save it by torch's `get_model_state_dict`:
-    accelerate takes it for a model that is whole on each rank, and would save one rank's shards. Raises ConfigError if
-    the Accelerator asks for something odc cannot do, or (at the first forward) was made after this call.
+    head stay in the root, because some libraries read their weights outside of their forward, and so does a block that
+    shares a parameter with the rest. `blocks` are class names of the blocks, if the model does not name them
+    (`_no_split_modules`); `options` go to `fully_shard` for every unit, and a `mp_policy` among them replaces the
+    Accelerator's, a `mesh` the world on its device. Each unit moves there as it is sharded, so a model that fits no
+    device may be made on the CPU. Save it by torch's `get_model_state_dict`: accelerate takes it for a model that is
+    whole on each rank, and would save one rank's shards. Raises ConfigError if the Accelerator asks for something odc
+    cannot do, or (at the first forward) was made after this call.
     """
     _refuse_unready(model)
     wanted = AcceleratorOptions.current()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -378,9 +379,7 @@ def test_a_listener_whose_address_cannot_be_stored_gives_its_port_back(loop: Rea
     (port,) = free_ports(1)
     chosen = Settings(address="127.0.0.1", ports=(port, port))
 
-    def late(*unused: object) -> None:
-        raise WaitTimeoutError("the job's key-value store has not answered")
-
+    late = mock.Mock(side_effect=WaitTimeoutError("the job's key-value store has not answered"))
     with monkeypatch.context() as patch:
         patch.setattr(JobStore, "set", late)
         with pytest.raises(WaitTimeoutError):

@@ -79,8 +79,17 @@ def cuda_heap(module: ModuleType) -> None:
 
     def seal(real: Callable[..., None]) -> Callable[..., None]:
         def run(self: Any, *args: Any) -> None:
-            real(self, *args)
-            note(RELEASE, agreed(f"{self.identity} {self.ranks[self.me]} is sealed"), 0, MESSAGE)
+            announce = self._host.seal
+
+            def announced(*described: Any) -> None:
+                note(RELEASE, agreed(f"{self.identity} {self.ranks[self.me]} is sealed"), 0, MESSAGE)
+                announce(*described)
+
+            self._host.seal = announced  # from then on peers may attach
+            try:
+                real(self, *args)
+            finally:
+                del self._host.seal
 
         return run
 
