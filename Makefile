@@ -63,7 +63,7 @@ test-all: $(READY)  ## run all tests: every combination, kernels for three GPU g
 	$(ON_CPU) $(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
 # The Trainers run with the transformers of .venv; verl brings an older one, whose arguments are checked too. A whole RL
-# run takes a minute or two: ARGS="--extent quick" leaves most of them out.
+# run takes a minute or two: ARGS="--extent quick" leaves most comparisons with verl's own engine out.
 test-integrations: $(INTEGRATIONS)  ## run the tests of odc/integrations and of NIXL with the real libraries
 	$(ON_CPU) .venv-trl/bin/python -m pytest $(SPREAD) tests/integrations/test_transformers.py \
 	    tests/integrations/test_transformers_arguments.py tests/integrations/test_transformers_loss.py \

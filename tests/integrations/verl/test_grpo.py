@@ -177,6 +177,20 @@ def test_lora_adapters_reach_the_rollouts_merged(inputs) -> None:
     assert max(one["training/rollout_probs_diff_max"] for one in ours.steps) < 1e-4, "rollouts had stale weights"
 
 
+def test_a_critic_beside_adapters(inputs) -> None:
+    """In one run, as each alone is compared with fsdp2 above. Without KL: verl takes no reference of adapters there."""
+    adapters = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora.merge": True}
+    steps = train(
+        inputs,
+        "critic-lora",
+        "odc",
+        with_critic(inputs, "odc", total_training_steps=3) | adapters | {f"{ACTOR}.use_kl_loss": False},
+    ).steps
+    assert len(steps) == 3
+    assert max(one["training/rollout_probs_diff_max"] for one in steps) < 1e-4, "rollouts had stale weights"
+    assert all(one["critic/grad_norm"] > 0 and one["actor/grad_norm"] > 0 for one in steps)
+
+
 #: The trainer, and one vLLM server beside it that reads the actor's shards.
 BESIDE = {
     "actor_rollout_ref.hybrid_engine": False,
