@@ -121,7 +121,7 @@ def make_group(
 
 
 def _backend(*, nccl: bool) -> str:
-    """By device where there are GPUs: if the group were called "gloo", torch would make another one for a mesh."""
+    """The group's, by device where there are GPUs: called "gloo", it would have torch make another one for a mesh."""
     return f"cpu:gloo,cuda:{NCCL if nccl else 'gloo'}" if torch.cuda.is_available() else "gloo"
 
 

@@ -63,9 +63,9 @@ def finish():
 def by_vllms_extension():  # with doubles for the two names that it takes of vLLM
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     platform = SimpleNamespace(device_type="cuda", get_device_uuid=lambda index: uuid)
+    sys.modules["vllm.platforms"] = SimpleNamespace(current_platform=platform)
     after_loading = SimpleNamespace(process_weights_after_loading=lambda *of_a_model: finish())
-    sys.modules |= {"vllm.platforms": SimpleNamespace(current_platform=platform)}
-    sys.modules |= {"vllm.model_executor.model_loader.utils": after_loading}
+    sys.modules["vllm.model_executor.model_loader.utils"] = after_loading
 
     class Worker(VllmColocateWorkerExtension):
         device, model_config = torch.device("cuda", 0), None

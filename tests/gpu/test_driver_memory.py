@@ -164,7 +164,7 @@ sys.path.insert(0, {str(TESTS)!r})
 import torch
 from support.device import own_device
 from odc.doctor import gpu
-from odc.memory import device_links, driver_memory
+from odc.memory import driver_memory
 
 passing = socket.socket(fileno=int(sys.argv[2]))
 device = own_device(0)

@@ -38,6 +38,7 @@ TASK = {
     "trainer.v1.sampler.custom_sampler.path": "pkg://support.verl_reference",
     "trainer.v1.sampler.custom_sampler.name": "OrderedReplayBuffer",
 }
+ADAPTERS = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora.merge": True}
 ALIKE = ("critic/score/mean", "response_length/mean", "actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm")
 
 
@@ -170,22 +171,16 @@ def test_ppo_with_a_critic_goes_on_from_a_checkpoint_as_fsdp2_without_a_stop(inp
 
 @pytest.mark.thorough
 def test_lora_adapters_reach_the_rollouts_merged(inputs) -> None:
-    model = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora.merge": True}
-    theirs = train(inputs, "fsdp2-lora", "fsdp2", model)
-    ours = train(inputs, "lora", "odc", model)
+    theirs = train(inputs, "fsdp2-lora", "fsdp2", ADAPTERS)
+    ours = train(inputs, "lora", "odc", ADAPTERS)
     alike(ours.steps, theirs.steps)
     assert max(one["training/rollout_probs_diff_max"] for one in ours.steps) < 1e-4, "rollouts had stale weights"
 
 
 def test_a_critic_beside_adapters(inputs) -> None:
-    """In one run, as each alone is compared with fsdp2 above. Without KL: verl takes no reference of adapters there."""
-    adapters = {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora.merge": True}
-    steps = train(
-        inputs,
-        "critic-lora",
-        "odc",
-        with_critic(inputs, "odc", total_training_steps=3) | adapters | {f"{ACTOR}.use_kl_loss": False},
-    ).steps
+    """Both in one run; above, each alone is compared with fsdp2. Without KL, with which verl itself fails."""
+    changes = with_critic(inputs, "odc", total_training_steps=3) | ADAPTERS | {f"{ACTOR}.use_kl_loss": False}
+    steps = train(inputs, "critic-lora", "odc", changes).steps
     assert len(steps) == 3
     assert max(one["training/rollout_probs_diff_max"] for one in steps) < 1e-4, "rollouts had stale weights"
     assert all(one["critic/grad_norm"] > 0 and one["actor/grad_norm"] > 0 for one in steps)

@@ -96,14 +96,15 @@ def host_link(module: ModuleType) -> None:
 
 def questions(module: ModuleType) -> None:
     """ZeroMQ's, and their answers: of one asker and one who answers at an address."""
+    asks, answers = module.zmq.REQ, module.zmq.REP
+    other_end = {asks: answers, answers: asks}
 
-    def key(asked_or_answered: int, one: Any) -> int:
-        address = one.getsockopt_string(module.zmq.LAST_ENDPOINT)
-        return agreed(f"{address}: {'question' if asked_or_answered == module.zmq.REQ else 'answer'}")
+    def key(one: Any, sender: int) -> int:
+        return agreed(f"{one.getsockopt_string(module.zmq.LAST_ENDPOINT)}: {sender}")
 
     def send(real: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **named: Any) -> Any:
-            note(RELEASE, key(self.type, self), 0, MESSAGE)
+            note(RELEASE, key(self, self.type), 0, MESSAGE)
             return real(self, *args, **named)
 
         return run
@@ -111,8 +112,8 @@ def questions(module: ModuleType) -> None:
     def receive(real: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: Any, *args: Any, **named: Any) -> Any:
             found = real(self, *args, **named)
-            if self.type in (module.zmq.REQ, module.zmq.REP):
-                note(ACQUIRE, key(module.zmq.REP if self.type == module.zmq.REQ else module.zmq.REQ, self), 0, MESSAGE)
+            if self.type in other_end:
+                note(ACQUIRE, key(self, other_end[self.type]), 0, MESSAGE)
             return found
 
         return run
